@@ -2,8 +2,8 @@
 
 Eager ZeRO-3, stock DeepCompile and patched DeepCompile, while Dynamo skips nothing, half of the
 layers or the whole forward. DeepCompile keeps hooks and compiled code for the whole process, so
-each row has processes of its own. They live at once and take turns, as a process is faster or
-slower than its like for all of its life: all are started anew `lives` times. "again": stock again.
+each row has processes of its own. They live at once and take turns. "again": stock again, as a
+process is faster or slower than its like for all of its life.
 
 Beside each row stand the loss of its last step, as stock does not train what a skipped frame holds,
 and how many graphs Dynamo has compiled, and how often it broke one off.
@@ -37,8 +37,7 @@ OPTIONS = {
     "first": 15,  # steps at the start of a life; DeepCompile compiles at steps 0 and 5
     "warmup": 3,
     "steps": 20,
-    "lives": 3,
-    "rounds": 7,  # in each life
+    "rounds": 7,
     "seconds": 200,  # that a row may take to come to life
 }
 RANKS = 2
@@ -173,7 +172,7 @@ class Life:
 
 
 def live(rows: Sequence[Row], skipped: str, of: argparse.Namespace) -> None:
-    """All rows once alive, in turns."""
+    """All rows, in turns."""
     names = [row.name.partition(",")[0] for row in rows]
     turn = [(row, name, Life(name, skipped, of)) for row, name in zip(rows, names, strict=True)]
     try:
@@ -205,15 +204,14 @@ def act(row: Row, life: Life, answer: str, name: str = "") -> None:
 
 def main() -> None:
     small = {"modes": ["eager"], "layers": 2, "width": 32, "words": 64, "tokens": 8}
-    of = options(__doc__, OPTIONS, **small, warmup=2, steps=2, lives=1, rounds=1)
+    of = options(__doc__, OPTIONS, **small, warmup=2, steps=2, rounds=1)
     if "LOCAL_RANK" in os.environ:
         train(of)
         return
     harness.head(of)
     for skipped in of.skipped:
         rows = [Row(mode, lambda: None) for mode in of.modes]
-        for _ in range(of.lives):
-            live(rows, skipped, of)
+        live(rows, skipped, of)
         harness.show(f"{skipped} skipped", rows)
 
 

@@ -116,38 +116,6 @@ def test_boundaries_inside_a_block(world: World, stage: int) -> None:
     check(world, windows.window, Options(stage), "coalesce", engine=BothWays)
 
 
-@trains("coalesce", at(1, 2, 3, micro_steps=2))
-def test_gradient_accumulation_divides_the_loss(trainer: Any) -> None:
-    """At a boundary that is set, one step ends what plain PyTorch counts as two micro steps."""
-    for step in trainer.steps():
-        if trainer.is_engine:
-            trainer.boundary(True)
-        with trainer.window():
-            for micro in range(3):
-                trainer.backward(loss_of(trainer, step, micro))
-        for _ in range(1 if trainer.is_engine else 2):
-            trainer.step()
-
-
-@trains("coalesce", at(1, 2, 3, core={2, 3}), at(1, 2, 3, **OFFLOADED), at(2, micro_steps=2))
-def test_a_block_without_a_backward(trainer: Any, step: int, micro: int) -> None:
-    """Such a block reduces nothing; a rank that alone has no backward reduces zeros.
-
-    At ZeRO 3 ranks gather together: they all need the same forwards and backwards.
-    """
-    with trainer.window():
-        pass
-    with trainer.window():
-        first = loss_of(trainer, step, micro)
-    if step == 1:
-        trainer.backward(first)  # over a forward of a block that has ended
-    with trainer.window():
-        if step or dist.get_rank() or trainer.options.stage == 3:
-            trainer.backward(loss_of(trainer, step, micro))
-            trainer.backward(loss_of(trainer, step, 7))
-    trainer.backward(loss_of(trainer, step, micro + 3))
-
-
 @trains("coalesce", at(2, **FP16))
 def test_an_overflow_on_one_rank_skips_the_step_on_all(trainer: Any) -> None:
     for step in trainer.steps():

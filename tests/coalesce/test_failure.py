@@ -9,11 +9,10 @@ import pytest
 
 from ds_patches.core.errors import Refused
 from ds_patches.steps import graph_task
-from tests.coalesce.test_blocks import BothWays
 from tests.harness import STAGES, Case, World, applied, cases, listening, of, on_ranks, stock
 from tests.harness.models import Boom, RaiseInBackward, RaiseInForward, loss_of
 from tests.harness.options import ALL_REDUCED, OFFLOADED, Options
-from tests.harness.trainers import engine_of, engine_trainer
+from tests.harness.trainers import engine_trainer
 from tests.scripts.nested import cached_loss
 
 MIDDLE = "middle backward"
@@ -27,6 +26,7 @@ def block_that_raises(trainer: Any, place: str, step: int) -> None:
     failing = {"first backward": 0, "middle backward": 1, "last backward": 2}.get(place)
     try:
         with trainer.window():
+            trainer.boundary(True)
             for index in range(3):
                 RaiseInForward.armed = place == "forward" and index == 1
                 RaiseInBackward.armed = index == failing
@@ -48,6 +48,7 @@ def fail_and_go_on(trainer: Any, step: int, place: str) -> None:
         with pytest.raises(Boom):
             block_that_raises(trainer, place, step)
         assert trainer.engine.inside_no_sync_ctxt is False
+        assert trainer.engine._is_gradient_accumulation_boundary is None
         assert all(p.grad is None for p in trainer.engine.module.parameters())
         trainer.leaves_nothing()
     with trainer.window():
@@ -105,21 +106,6 @@ def test_a_nested_backward_that_raises(world: World, stage: int, in_block: bool)
     script = partial(nested_one_fails, in_block=in_block)
     case = Case(script, Options(stage, model="Fragile"), ("coalesce",))
     case.check(world, says=["A backward raised", *["gradients were dropped"] * in_block])
-
-
-@on_ranks
-@STAGES
-def test_flags_are_restored(stage: int) -> None:
-    """A block that raised restores the flags that the user had set."""
-    with applied("coalesce"), listening():
-        trainer = BothWays(engine_of("Breakable", stage=stage), Options(stage))
-        engine = trainer.engine
-        for boundary in (None, False, True):
-            engine._is_gradient_accumulation_boundary = boundary
-            with pytest.raises(Boom):
-                block_that_raises(trainer, MIDDLE, 0)
-            assert engine._is_gradient_accumulation_boundary is boundary
-            assert engine.optimizer.micro_step_id == (0 if stage == 3 else -1)
 
 
 @pytest.mark.core_case(stage=3, goes_on=True)

@@ -51,13 +51,10 @@ def test_unapply_leaves_the_engine_as_deepcompile_made_it() -> None:
         stock = leftovers.of(compile_engine(patterns.build("Disabled"), config(3)))
         with patched():
             engine = compile_engine(patterns.build("Disabled"), config(3))
-            inside = list(leftovers.since(stock, engine, but=()))
             engine.backward(engine(*inputs(0, 0)))
             engine.step()
         assert getattr(engine, "_deepcompile_z3_eager_fallback", "none") is not None
         assert not leftovers.since(stock, engine, but=())
-    for text in ("._parameters is ours", "before_call is ours", "launch_compile_passes is ours"):
-        assert any(text in name for name in inside), inside
 
 
 #: What is done to an engine, or told to ZeRO, and what is said of it.

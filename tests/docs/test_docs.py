@@ -91,12 +91,6 @@ def test_links_work_in_the_repository_and_in_the_wheel(tmp_path: Path) -> None:
     assert not {str(page): links for page in every if (links := dead_links(page))}
 
 
-def test_a_dead_link_is_seen(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# A title\n[a](#a-title) [b](#b) [c](none.md) [d](https://x.y/#z)\n")
-    assert dead_links(page) == ["#b", "none.md"]
-
-
 def test_what_a_patch_says_of_its_cost_was_measured() -> None:
     """Each ratio stands on the page of benchmarks, beside its command."""
     page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")

@@ -116,21 +116,3 @@ def test_every_message_has_a_row_and_every_row_a_message() -> None:
     assert not missing, "add rows to docs/messages.md"
     stale = [row for row in rows if not any(begins(message, row) for message in in_package())]
     assert not stale, "the package has no such message"
-
-
-def test_a_new_message_is_seen() -> None:
-    source = """
-_OLD = "the step has no gradients: run a backward first"
-def reason(name):
-    return f"{name} is frozen for good"
-def step(error, which):
-    text = f"{error} has stopped the step"
-    logger.warning("%s; %d steps", text, 3)
-    log.logger.log(level, which)
-    raise Refused(reason(error))
-"""
-    assert {*messages(ast.parse(source), {})} == {
-        "the step has no gradients: run a backward first",
-        "<> has stopped the step; <> steps",
-        "<> is frozen for good",
-    }

@@ -1,8 +1,8 @@
 """Ranks for the scripts: of stock, patched from outside, and one alone."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -34,28 +34,21 @@ class Ranks(NamedTuple):
     alone: World
 
 
-@contextmanager
-def started(own: Mapping[str, str]) -> Iterator[Ranks]:
-    """Patched by the start-up hook, as `python -m ds_patches run` starts them.
-
-    own: variables beside those of this process.
-    """
-    hooked = {**own, **command.variables({**os.environ, **own})}
-    worlds = World(variables=own), World(variables=hooked), World(1)
-    with worlds[0], worlds[1], worlds[2]:
-        yield Ranks(*worlds)
-
-
 @pytest.fixture(scope="package")
 def ranks_on(offline: None) -> Iterator[Callable[[str], Ranks]]:
-    """Start ranks of an older release, which `make frameworks` installs; "": of the newest."""
+    """Start ranks of an older release, which `make frameworks` installs; "": of the newest.
+
+    They are patched by the start-up hook, as `python -m ds_patches run` starts them.
+    """
     with ExitStack() as living:
 
         def start(release: str) -> Ranks:
-            if not release:
-                return living.enter_context(started({}))
-            assert releases.place(release).is_dir(), f"python -m tools.releases install {release}"
-            return living.enter_context(started(environment(release)))
+            missing = release and not releases.place(release).is_dir()
+            assert not missing, f"python -m tools.releases install {release}"
+            own = environment(release) if release else {}
+            hooked = {**own, **command.variables({**os.environ, **own})}
+            worlds = World(variables=own), World(variables=hooked), World(1)
+            return Ranks(*map(living.enter_context, worlds))
 
         yield cache(start)
 

@@ -1,7 +1,6 @@
 """One run of a user's script on a rank, what came of it, and what it must have come to."""
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ class Run:
 
     engine_steps: of the DeepSpeedEngine that trained; None if none did.
     live, offered: patches, and those that are for this release of DeepSpeed.
-    gathers: at stage 3, modules by the package that gathers them before their backward.
     """
 
     error: str = ""
@@ -31,7 +29,6 @@ class Run:
     parameters: trainers.Parameters = field(default_factory=dict)
     engine_steps: int | None = None
     reductions: int = 0
-    gathers: Counter[str] = field(default_factory=Counter)
     live: list[str] = field(default_factory=list)
     offered: list[str] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
@@ -57,8 +54,6 @@ def script(name: str, *arguments: Any, **options: Any) -> Run:
     result.losses = trained.losses
     if isinstance(trained.model, DeepSpeedEngine):
         result.engine_steps = trained.model.global_steps
-    gatherers = [vars(module).get("pre_bwd_fn") for module in trained.model.modules()]
-    result.gathers = Counter(f.__module__.partition(".")[0] for f in gatherers if f)
     result.parameters = trainers.parameters(getattr(trained.model, "module", trained.model))
     return result
 

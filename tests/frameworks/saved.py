@@ -44,24 +44,6 @@ def save_embedder(folder: Path) -> Parameters:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def save_clip(folder: Path) -> Parameters:
-    """A block of text and one of 8 x 8 pictures, and a temperature of no dimensions."""
-    from transformers import CLIPConfig, CLIPModel
-
-    torch.manual_seed(13)
-    block = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    block |= {"num_hidden_layers": 1, "projection_dim": 16}
-    model = CLIPModel(
-        CLIPConfig(
-            text_config=block | {"vocab_size": SIZES["vocab_size"], "eos_token_id": 2},
-            vision_config=block | {"image_size": 8, "patch_size": 4},
-            projection_dim=16,
-        )
-    )
-    model.save_pretrained(folder)
-    return {name: param.detach() for name, param in model.named_parameters()}
-
-
 def tokenizer() -> Any:
     """One token for a word."""
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -1,8 +1,6 @@
 """Each script ends with the patches where one process without DeepSpeed does; and stock as said."""
 
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,20 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks.conftest import Ranks, started
+from tests.frameworks.conftest import Ranks
 from tests.frameworks.runs import Run, assert_patched, automatic, on_two
-from tests.frameworks.trainings import (
-    ACCUMULATED,
-    LOST,
-    REFUSED,
-    RIGHT,
-    TRAININGS,
-    WRONG,
-    Training,
-    causal,
-)
+from tests.frameworks.trainings import LOST, RIGHT, TRAININGS, WRONG, Training, causal
 from tests.harness.trainers import Parameters, worst_difference
-from tools import releases
 
 Prepare = Callable[[Training], tuple[Parameters, Run]]
 
@@ -73,31 +61,11 @@ def test_training(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("release", "stages"), [("1.7.0", (2, 3)), ("1.8.1", (1, 2, 3))])
-def test_older_releases_of_accelerate(
-    prepare: Prepare, folder: Path, release: str, stages: tuple[int, ...]
-) -> None:
-    """Their `accumulate()` calls the engine's no_sync(): up to 1.7 with a step() inside."""
-    start, reference = prepare(ACCUMULATED)
-    once = replace(ACCUMULATED, reductions=1)
-    place = releases.place(wanted := f"accelerate=={release}")
-    assert place.is_dir(), f"python -m tools.releases install {wanted}"
-    path = os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])
-    with started({"PYTHONPATH": path}) as ranks:
-        for stage in stages:
-            stock, patched = (once.on_two(world, folder, stage) for world in ranks[:2])
-            assert stage == 1 or REFUSED[stage] in stock.error
-            assert_patched(patched)
-            once.assert_equal(patched, reference, start)
-
-
-@pytest.mark.exhaustive
 @needs("trl")
-@pytest.mark.parametrize("kind", ["dpo", "grpo"])
-def test_trl_trains_the_same_to_the_last_bit(ranks: Ranks, folder: Path, kind: str) -> None:
+def test_grpo_trains_the_same_to_the_last_bit(ranks: Ranks, folder: Path) -> None:
     """GRPO generates in each step: TRL takes ZeRO's hooks away for that, and adds them again."""
     start = causal(folder)
-    arguments = (f"hf:{kind}", folder / "lm", folder / kind, automatic(3))
+    arguments = ("hf:grpo", folder / "lm", folder / "grpo", automatic(3))
     stock, patched = (on_two(world, *arguments) for world in ranks[:2])
     assert not stock.error
     assert not stock.live
@@ -109,5 +77,3 @@ def test_trl_trains_the_same_to_the_last_bit(ranks: Ranks, folder: Path, kind: s
     assert len(adapters) == 4
     assert all(param.abs().max() > 0 for param in adapters), "they begin with zeros"
     assert len(patched.parameters) == len(start) + 2 * len(adapters)
-    assert set(stock.gathers) == {"deepspeed"}
-    assert patched.gathers == {"ds_patches": stock.gathers.total()}

@@ -24,11 +24,6 @@ LOSES = {"0.18.2": {2: WRONG, 3: RIGHT}}
 #: The Trainer's gradients are divided by the micro steps once or twice more.
 DIVIDES = {"0.18.3": {2: WRONG, 3: WRONG}}
 TWICE = {2: "has already been reduced", 3: "AssertionError"}
-REFUSED = {
-    stage: f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage"
-    f" {stage}"
-    for stage in (2, 3)
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,28 +112,6 @@ def embedder(folder: Path) -> Parameters:
     return saved.save_embedder(folder / "embedder")
 
 
-def clip(folder: Path) -> Parameters:
-    return saved.save_clip(folder / "clip")
-
-
-def without_head(folder: Path) -> Parameters:
-    """A language model's parameters but those of its head."""
-    return {name: param for name, param in causal(folder).items() if name != "lm_head.weight"}
-
-
-def decoder(folder: Path) -> Parameters:
-    return {f"lm.{name}": param for name, param in causal(folder).items()}
-
-
-def tower(folder: Path) -> Parameters:
-    """A CLIP's vision tower, as a `CLIPVisionModel` names its parameters."""
-    from transformers import CLIPVisionModel
-
-    clip(folder)
-    start = CLIPVisionModel.from_pretrained(folder / "clip").named_parameters()
-    return {f"tower.{name}": param.detach() for name, param in start}
-
-
 def heads(_: Path, prefix: str = "") -> Parameters:
     torch.manual_seed(accelerated.SEED)
     start = accelerated.TwoHeads().named_parameters()
@@ -153,38 +126,27 @@ def steps(micro_steps: int, **more: Any) -> dict[str, Any]:
 
 LM = ("hf:language_model", (Path("lm"), Path("out")), causal)
 SENTENCES = ("hf:sentences", (Path("embedder"), Path("out")), embedder, TWICE)
-CLIP = ("hf:pictures", (Path("clip"), Path("out")), clip)
-NO_DIMENSIONS = "self.dim() cannot be 0 to view Float as Byte"
-UNBORN = {2: NO_DIMENSIONS, 3: NO_DIMENSIONS}
 CHECKPOINTED = "Recomputed values for the following tensors have different metadata"
 APART = {1: WRONG, 2: WRONG, 3: "size of tensor a (0)"}
 LIT = ("lit:train", (Path("lightning"),), lambda _: heads(_, "net."))
 DPO = ("hf:dpo", (Path("lm"), Path("dpo")), adapted, {3: RIGHT}, {"0.18.2": {3: CHECKPOINTED}})
-ACCUMULATE = ("accelerated:train", ("accumulation",), heads, BOTH_RIGHT, LOSES)
-OF_ENGINE = ("accelerated:train", ("two_losses",), heads, REFUSED, {"0.18.2": REFUSED})
+ACCUMULATE = ("accelerated:train", (), heads, BOTH_RIGHT, LOSES)
 ONCE, FOUR = {"reductions": 1}, {"reductions": 4}
-HEADS: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 2}
+HEADS: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 2, "steps": 2}
 OF_LIT: dict[str, Any] = {"batch": accelerated.BATCH, "losses": 0, "steps": 8, "reductions": 2}
 OF_LIT |= {"unset": ("gradient_accumulation_steps", "gradient_clipping"), "package": "lightning"}
 OF_DPO: dict[str, Any] = {"without": {"per_device_train_batch_size": 4}, "package": "trl"}
-#: One loss over several forwards, with reentrant checkpointing: folder, and start.
-REPEATED = {"rewards": ("lm", without_head), "crops": ("clip", tower), "shared": ("lm", decoder)}
 LOSSES = ("TripletLoss", "MultipleNegativesRankingLoss")
 
 TRAINER = Training("Trainer, 4 micro steps", *LM, BOTH_RIGHT, LOSES | DIVIDES, **FOUR, **steps(4))
-ACCUMULATED = Training(
-    "Accelerate, `accumulate()`", *ACCUMULATE, **FOUR, **steps(4), **HEADS | {"steps": 2}
-)
 TRAININGS = [
     TRAINER,
     replace(TRAINER, title="the same, offload", zero={"offload_optimizer": CPU}),
-    Training("Trainer, CLIP", *CLIP, UNBORN, {"0.18.2": BOTH_RIGHT}, **steps(1)),
     Training(
         "sentence-transformers, cached loss", *SENTENCES, {"0.18.2": TWICE}, **ONCE, **steps(1)
     ),
     Training("the same, 2 micro steps", *SENTENCES, **ONCE, **steps(2)),
-    ACCUMULATED,
-    Training("Accelerate, two losses", *OF_ENGINE, steps=8, **ONCE, **steps(1), **HEADS),
+    Training("Accelerate, `accumulate()`", *ACCUMULATE, **FOUR, **steps(4), **HEADS | {"steps": 2}),
     Training("TRL, DPO with LoRA", *DPO, steps=2, **ONCE, **OF_DPO),
     Training("Lightning, two losses", *LIT, APART, **OF_LIT),
 ]
@@ -197,17 +159,4 @@ TRAININGS += [
         **steps(1, loss=loss),
     )
     for loss in LOSSES
-]
-TRAININGS += [
-    Training(
-        f"Trainer, {name}",
-        f"repeated:{name}",
-        (Path(folder), Path(name)),
-        start,
-        TWICE,
-        {"0.18.2": TWICE},
-        **ONCE,
-        **steps(1),
-    )
-    for name, (folder, start) in REPEATED.items()
 ]

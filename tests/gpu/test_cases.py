@@ -24,7 +24,6 @@ TABLES: tuple[Any, ...] = (
     test_division.test_engines_in_a_chain,
     test_division.test_outputs_in_a_plain_dataclass,
     test_blocks.test_a_block_is_a_sum,
-    test_blocks.test_a_block_without_a_backward,
     test_failure.test_the_next_step_is_as_if_it_had_not_happened,
     test_no_sync.test_the_next_synced_backward_reduces_the_sum,
     of_experts.test_batches_of_one_to_three_experts,

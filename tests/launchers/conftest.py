@@ -23,8 +23,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def borrowing(tmp_path: Path) -> Path:
-    """A virtual environment of its own that has the packages of this one."""
+def installed(tmp_path: Path) -> Path:
+    """An environment that has the packages of this one, and the start-up hook of a wheel."""
     root = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", root], check=True, timeout=60)
     python = root / "bin" / "python"
@@ -39,13 +39,6 @@ def borrowing(tmp_path: Path) -> Path:
         script = f"#!{python}\nimport sys\nfrom {module} import main\nsys.exit(main())\n"
         program.write_text(script, encoding="utf-8")
         program.chmod(0o755)
-    return root
-
-
-@pytest.fixture
-def installed(borrowing: Path) -> Path:
-    """Such an environment, with the start-up hook that a wheel puts there."""
-    (site,) = borrowing.glob("lib/python*/site-packages")
     for name, source in INSTALLED.items():
         shutil.copy(command.HOOK / source, site / name)
-    return borrowing
+    return root

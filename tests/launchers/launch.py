@@ -44,9 +44,9 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     return shell.environment(**(own | more))
 
 
-def environment_of(borrowing: Path, folder: Path, **more: str) -> dict[str, str]:
+def environment_of(installed: Path, folder: Path, **more: str) -> dict[str, str]:
     """The same, with the commands of an environment of its own, and nothing on PYTHONPATH."""
-    path = f"{borrowing / 'bin'}{os.pathsep}{environment(folder)['PATH']}"
+    path = f"{installed / 'bin'}{os.pathsep}{environment(folder)['PATH']}"
     return environment(folder, PATH=path, PYTHONPATH="", **more)
 
 

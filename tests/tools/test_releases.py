@@ -1,28 +1,9 @@
-"""The pages of releases, and the tools that write them."""
+"""The page of releases, which a tool writes."""
 
-import subprocess
-from pathlib import Path
-
-import pytest
 from packaging.version import Version
 
 from ds_patches.core import registry, release
-from tools.releases import RELEASES, measure, record
-from tools.releases.news import news
-
-SHOWN = [
-    {"name": "fp16", "sides": ["off by 0.96", "off by 3.2e-05"], "shown": True},
-    {"name": "muon", "sides": ["off by 0", "off by 0"], "shown": False},
-    {"name": "retained", "sides": ["RuntimeError", "off by 0"], "shown": True},
-    {"name": "scattered", "sides": ["needs a CPU: a GPU has fp16"], "shown": True},
-]
-PAGE = """\
-| proof | 0.18.4 | 0.19.5 |
-| --- | --- | --- |
-| fp16 | 1; 0 | - |
-| gone | - | 1; 0 |
-| on | a GPU; then | - |
-"""
+from tools.releases import RELEASES, record
 
 
 def test_a_patch_supports_releases_that_it_passed_on() -> None:
@@ -34,67 +15,3 @@ def test_a_patch_supports_releases_that_it_passed_on() -> None:
             is_covered = release.covers(patch.supported, Version(version))
             expected = "pass" if is_covered else "out of range"
             assert cell.startswith(expected), (name, version)
-
-
-def test_a_column_is_written_among_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = tmp_path / "page.md"
-    monkeypatch.setattr(measure, "PAGE", page)
-    page.write_text(f"<!-- gpus -->\n\n{PAGE}\n<!-- end gpus -->\n")
-    measure.write_column("0.19.5", SHOWN, "2 x H100, torch 2.11.0; now")
-    assert [line for line in page.read_text().splitlines() if line[:2] == "| "] == [
-        "| proof | 0.18.4 | 0.19.5 |",
-        "| --- | --- | --- |",
-        "| fp16 | 1; 0 | 0.96; 3.2e-05 |",
-        "| muon | - | **0; 0** |",
-        "| retained | - | RuntimeError; 0 |",
-        "| scattered | - | needs a CPU |",
-        "| on | a GPU; then | 2 x H100, torch 2.11.0; now |",
-    ]
-
-
-def test_news_are_fixes_and_what_changes_a_target(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """News of the bare repository and of its checkout begin at a release's tag."""
-    assert news(tmp_path) == 1
-    assert "no repository with a tag" in capsys.readouterr().out
-
-    def git(*arguments: str) -> None:
-        own = ("-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x")
-        subprocess.run(["git", *own, *arguments], check=True, capture_output=True)
-
-    def commit(subject: str, file: str, text: str = "", body: str = "") -> None:
-        path = tmp_path / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{path.read_text() if path.exists() else ''}{text or repr(subject)}\n")
-        git("add", ".")
-        git("commit", "-m", subject, "-m", body)
-
-    engine = "deepspeed/runtime/engine.py"
-    git("init")
-    commit("Fix what 0.19.7 has (#1)", engine)
-    git("tag", "v0.19.7")
-    git("tag", "v9.9.9")
-    commit("Fix a lost gradient (#8463)", "deepspeed/runtime/zero/stage3.py")
-    commit("Improve the engine (#2)", engine, body="It hung.")
-    epilogue = "class DeepSpeedEngine:\n    def _backward_epilogue(self):\n        pass"
-    commit("Faster steps (#3)", engine, epilogue)
-    commit("A comment (#4)", engine, "        # of it")
-    commit("Fix the launcher (#5)", "deepspeed/launcher/runner.py")
-    commit("Fix with no number", "csrc/adam.cpp")
-    git("clone", "--bare", ".", "bare.git")
-    printed = []
-    for checkout in (tmp_path, tmp_path / "bare.git"):
-        assert news(checkout) == 0
-        printed.append(capsys.readouterr().out.splitlines())
-    assert printed[0] == printed[1]
-    assert [line.split(" ", 2)[2] for line in printed[0][:-1]] == [
-        "NEW: Fix with no number",
-        "NEW: Faster steps (#3) | changes DeepSpeedEngine._backward_epilogue "
-        "(accumulation, dc_fallback)",
-        "NEW: Improve the engine (#2)",
-        "in the table: Fix a lost gradient (#8463)",
-    ]
-    assert printed[0][-1] == "4 since v0.19.7, 3 NEW, 1 in the table; 1 change what patches touch"

@@ -93,26 +93,6 @@ def test_every_backward_gathers_and_releases(
             assert model.take() == events
 
 
-def test_a_loss_on_a_part_leaves_the_rest_alone(model: Model) -> None:
-    features = 2 * ready()
-    model.one(features).sum().backward(retain_graph=True)
-    assert "two" not in model.take()
-    model.two(features).sum().backward()
-    assert "one" not in model.take()
-
-
-def test_a_backward_with_a_graph_has_a_backward_that_gathers(model: Model) -> None:
-    x = ready()
-    out = model.two(model.one(x).tanh()).square().sum()
-    (slope,) = torch.autograd.grad(out, x, create_graph=True)
-    assert model.take() == "+two -two +one -one"
-    slope.square().sum().backward()
-    events = model.take().split()
-    for name in ("one", "two"):
-        assert events.index(f"+{name}") < events.index(f"-{name}")
-        assert events.count(f"+{name}") >= events.count(f"-{name}")
-
-
 @pytest.mark.parametrize("transforms", [True, False])
 def test_transforms_pass_where_they_may(transforms: bool) -> None:
     model = Model(transforms)

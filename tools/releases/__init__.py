@@ -1,7 +1,6 @@
 """DeepSpeed releases beside each other, and the core cases of the suite on each of them.
 
     python -m tools.releases install 0.16.3 0.18.2     # into .releases/<version>/
-    python -m tools.releases install accelerate==1.7.0 # for the tests that ask for it
     python -m tools.releases run 0.16.3 0.18.2         # the core cases, once per release
     python -m tools.releases run --turn-of 6           # on those of six parts whose turn it is
     python -m tools.releases run --whole 0.18.2        # every test of the patches
@@ -43,10 +42,9 @@ RELEASES = tuple(
 AT_ONCE = min(os.cpu_count() or 1, 2)
 
 
-def place(wanted: str) -> Path:
-    """Where a release lies: of DeepSpeed, by its version, or of a package, by name==version."""
-    folder = Path(os.environ.get("DEEPSPEED_TEST_RELEASES", ROOT / ".releases")).resolve()
-    return folder / wanted.replace("==", "-")
+def place(version: str) -> Path:
+    """Where a release of DeepSpeed lies."""
+    return Path(os.environ.get("DEEPSPEED_TEST_RELEASES", ROOT / ".releases")).resolve() / version
 
 
 def this_turn(of: int) -> int:
@@ -90,19 +88,15 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def install(wanted: Iterable[str]) -> int:
-    """Install what is missing of `wanted`; 1 when one could not be installed.
-
-    wanted: versions of DeepSpeed, and name==version of other packages.
-    """
-    done = dict(each(install_one, tuple(dict.fromkeys(wanted))))
+def install(versions: Iterable[str]) -> int:
+    """Install what is missing of these; 1 when one could not be installed."""
+    done = dict(each(install_one, tuple(dict.fromkeys(versions))))
     return int(not all(done.values()))
 
 
-def install_one(wanted: str) -> bool:
+def install_one(version: str) -> bool:
     """Install this one if it is missing, and say so; whether it is there then."""
-    requirement = wanted if "==" in wanted else f"deepspeed=={wanted}"
-    whole = place(wanted)
+    requirement, whole = f"deepspeed=={version}", place(version)
     if whole.is_dir():
         say(f"{requirement}: already there")
         return True

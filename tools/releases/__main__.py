@@ -20,7 +20,7 @@ def main() -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True)
 
-    installing = commands.add_parser("install", help="install releases, or name==version")
+    installing = commands.add_parser("install", help="install releases")
     installing.add_argument("version", nargs="+", help="of DeepSpeed")
     installing.set_defaults(work=lambda options: install(options.version))
 

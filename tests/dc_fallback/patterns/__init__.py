@@ -17,7 +17,7 @@ ALL = [
     kind
     for kind in [*vars().values()]
     if isinstance(kind, type)
-    and issubclass(kind, (Compiled, QwenMoe))
+    and issubclass(kind, Compiled)
     and kind not in (Evaluated, RecomputedMethod, OwnCompile)  # which scripts train
 ]
 

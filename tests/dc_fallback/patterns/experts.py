@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.dc_fallback.patterns.frames import VOCABULARY, WIDTH, Block, Compiled
+from tests.dc_fallback.patterns.frames import WIDTH, Block, Compiled
 
 
 class Experts(nn.Module):
@@ -60,31 +60,3 @@ class FusedExperts(Compiled):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__(width)
         self.layers[1] = Fused(width)
-
-
-class QwenMoe(nn.Module):
-    """A small Qwen2-MoE of transformers, whose experts run in a loop over those that were hit."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
-
-        config = Qwen2MoeConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=width,
-            intermediate_size=width,
-            moe_intermediate_size=width,
-            shared_expert_intermediate_size=width,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            num_experts=4,
-            num_experts_per_tok=2,
-            use_cache=False,
-        )
-        config._experts_implementation = "eager"
-        self.model = Qwen2MoeForCausalLM(config)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        logits = self.model(input_ids=tokens).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -80,32 +80,20 @@ def called(module: nn.Module, x: Tensor) -> Tensor:
     return output
 
 
-class Loop(Compiled):
-    """A graph break inside a loop: Dynamo skips the whole forward, and compiles what it calls."""
+class LoopOfBlocks(Compiled):
+    """A graph break inside a loop: Dynamo skips the whole forward, and compiles what it calls.
+
+    The layers are of one class, more of them than Dynamo compiles a function for.
+    """
+
+    layer_class = Block
+    layers_count = 10
 
     def trunk(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = F.gelu(layer(x))
             torch._dynamo.graph_break()
         return x
-
-
-class LoopOfBlocks(Loop):
-    """The same over layers of one class, more of them than Dynamo compiles a function for."""
-
-    layer_class = Block
-    layers_count = 10
-
-
-class While(Compiled):
-    """How often a layer runs depends on the data."""
-
-    def trunk(self, x: Tensor) -> Tensor:
-        turn = 0
-        while turn < 3 and x.float().norm() > 0:
-            x = F.gelu(self.layers[turn % 2](x))
-            turn += 1
-        return self.layers[3](self.layers[2](x))
 
 
 class Evaluated(Disabled):

@@ -1,4 +1,4 @@
-"""Loops of one's own by Accelerate, as its guides have them."""
+"""A loop of one's own by Accelerate, as its guides have it."""
 
 from typing import Any
 
@@ -24,8 +24,18 @@ class TwoHeads(nn.Module):
         return self.first(x), self.second(x)
 
 
-def accumulation(accelerator: Any, model: Any, optimizer: Any, loader: Any) -> list[float]:
-    """Gradient accumulation."""
+def train(deepspeed: dict[str, Any] | None = None, *, micro_steps: int = 4) -> Trained:
+    """Accumulate gradients."""
+    plugin = deepspeed and DeepSpeedPlugin(
+        hf_ds_config=deepspeed, gradient_accumulation_steps=micro_steps
+    )
+    accelerator = Accelerator(gradient_accumulation_steps=micro_steps, deepspeed_plugin=plugin)
+    torch.manual_seed(SEED)
+    data = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(6))
+    loader = DataLoader(data, batch_size=BATCH)
+    start = TwoHeads()
+    optimizer = torch.optim.SGD(start.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(start, optimizer, loader)
     losses = []
     for x in loader:
         with accelerator.accumulate(model):
@@ -34,39 +44,7 @@ def accumulation(accelerator: Any, model: Any, optimizer: Any, loader: Any) -> l
             optimizer.step()
             optimizer.zero_grad()
             losses.append(accelerator.reduce(loss.detach(), "mean").item())
-    return losses
-
-
-def two_losses(accelerator: Any, model: Any, optimizer: Any, loader: Any) -> list[float]:
-    """Two losses over one forward; an engine has the first: Accelerate would step at once."""
-    losses = []
-    for x in loader:
-        with accelerator.accumulate(model):
-            first, second = losses_of(model(x), x)
-            if accelerator.state.deepspeed_plugin:
-                with model.no_sync():
-                    model.backward(first, retain_graph=True)
-            else:
-                accelerator.backward(first, retain_graph=True)
-            accelerator.backward(second)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(accelerator.reduce((first + second).detach(), "mean").item())
-    return losses
-
-
-def train(loop: str, deepspeed: dict[str, Any] | None = None, *, micro_steps: int = 4) -> Trained:
-    plugin = deepspeed and DeepSpeedPlugin(
-        hf_ds_config=deepspeed, gradient_accumulation_steps=micro_steps
-    )
-    accelerator = Accelerator(gradient_accumulation_steps=micro_steps, deepspeed_plugin=plugin)
-    torch.manual_seed(SEED)
-    model = TwoHeads()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(6))
-    loader = DataLoader(data, batch_size=BATCH)
-    prepared = accelerator.prepare(model, optimizer, loader)
-    return Trained(prepared[0], globals()[loop](accelerator, *prepared))
+    return Trained(model, losses)
 
 
 def losses_of(outputs: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    CLIPModel,
     Trainer,
     TrainingArguments,
-    default_data_collator,
 )
 
 from tests.frameworks.user import Trained
@@ -73,33 +71,6 @@ def samples() -> list[dict[str, torch.Tensor]]:
         labels[: index % (LENGTH // 2)] = -100
         rows.append({"input_ids": tokens, "labels": labels})
     return rows
-
-
-def pictures(
-    model: Path, output: Path, deepspeed: Config = None, *, micro_steps: int = 2
-) -> Trained:
-    """CLIP by the Trainer of transformers: pictures, and the words that belong to them."""
-    own = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": micro_steps,
-        "train_sampling_strategy": "sequential",
-        "learning_rate": 0.05,
-    }
-    made = torch.Generator().manual_seed(4)
-    data = [
-        {
-            "input_ids": torch.randint(3, VOCABULARY, (LENGTH,), generator=made),
-            "pixel_values": torch.randn(3, 8, 8, generator=made),
-        }
-        for _ in range(128)
-    ]
-    trainer = Trainer(
-        model=CLIPModel.from_pretrained(model),
-        args=TrainingArguments(**settings(output, deepspeed, **own)),
-        train_dataset=data,
-        data_collator=lambda rows: default_data_collator(rows) | {"return_loss": True},
-    )
-    return trained(trainer)
 
 
 def sentences(
