@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests import shell
 
 
-@pytest.mark.exhaustive
 def test_stock_crashes_and_patched_trains() -> None:
     done = shell.python("-m", "examples.two_losses")
     assert done.returncode == 0, done.stdout + done.stderr
