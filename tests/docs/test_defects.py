@@ -1,4 +1,4 @@
-"""The table of defects: its rows are sound, and it has every patch, every fix and the ledger."""
+"""The table of defects: its rows are sound, and it has every patch and every fix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from ds_patches.diagnostics.defects import (
     wrong_in,
 )
 from ds_patches.diagnostics.proofs import PROOFS
-from tests.accumulation.test_ledger import LEDGER, NOW, Entry
 from tests.core import fake
 from tools.releases import RELEASES
 
@@ -43,65 +42,6 @@ NUMBERS = Counter(number for defect in DEFECTS if defect.right for number in def
 #: Of a configuration, besides the table's settings.
 OTHERS = {"filled", "single", "unclipped", "zero3"}
 README = (fake.REPOSITORY / "README.md").read_text(encoding="utf-8")
-#: The rows of each entry of the ledger of accumulation, by how their scripts begin.
-ROWS = {
-    "A1": ("a second backward", "two forwards", "a parameter that a step does not use"),
-    "A2": ("three micro steps",),
-    "A3": ("a second backward", "three micro steps"),
-    "A4": ("gradient accumulation",),
-    "A5": ("a parameter that a step does not use",),
-    "A6": ("`engine(x)` and",),
-    "A7": ("`scale_wrt_gas=False`",),
-    "A8": ("bf16 with fp32 sums",),
-    "A9": ("bf16 with fp32 sums, optimizer on the CPU",),
-    "A10": ("`overlap_comm`, and a parameter",),
-    "A11": ("CPU ranks",),
-}
-
-
-def rows_of(entry: Entry) -> list[Defect]:
-    """The rows about an entry, offloaded or not as it is."""
-    offloaded = "offload" in str(entry.more)
-    return [
-        defect
-        for defect in DOCUMENTED
-        if defect.script.startswith(ROWS[entry.id]) and entry.stage in defect.stages
-        if offloaded or not defect.script.endswith("optimizer on the CPU")
-    ]
-
-
-def ends(entry: Entry) -> tuple[str, str]:
-    """The first release that is wrong, and the first that is right again."""
-    if entry.last == NOW:
-        return entry.first, ""
-    return entry.first, RELEASES[RELEASES.index(entry.last) + 1]
-
-
-def spans_of(entry: Entry) -> set[tuple[str, str]]:
-    """Return the spans of releases that these rows call wrong; rows that follow on are one span."""
-    spans = {(defect.first, defect.right) for defect in rows_of(entry)}
-    for first, right in [*spans]:
-        for begin, end in [*spans]:
-            if right == begin:
-                spans = spans - {(first, right), (begin, end)} | {(first, end)}
-    return spans
-
-
-@pytest.mark.parametrize("entry", LEDGER, ids=lambda entry: entry.name)
-def test_the_table_has_the_ledger(entry: Entry) -> None:
-    first, right = ends(entry)
-    assert any(
-        Version(begin) <= Version(first) and (not end or (right and Version(end) >= Version(right)))
-        for begin, end in spans_of(entry)
-    )
-
-
-def test_a_row_claims_no_more_than_the_ledger() -> None:
-    of_ledger = {start for starts in ROWS.values() for start in starts}
-    for defect in DOCUMENTED:
-        if defect.script.startswith(tuple(of_ledger)):
-            about = [entry for entry in LEDGER if defect in rows_of(entry)]
-            assert {end for entry in about for end in spans_of(entry) if end == ends(entry)}, defect
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -211,12 +151,6 @@ def test_settings_rule_out_or_decide() -> None:
     assert depends["8441 8442"] is depends["8443 8600"] is None, "of other stages"
     assert depends["8432 8435"] == ("script",), "it is left open"
     assert configuration.settings(config | {"fp16": {"enabled": True}})["bf16_or_fp16"]
-
-
-def test_a_row_is_of_the_releases_that_it_names() -> None:
-    (defect,) = (defect for defect in DOCUMENTED if defect.script == "gradient accumulation")
-    wrong = [version for version in RELEASES if defect.is_wrong(Version(version))]
-    assert wrong == ["0.17.6", "0.18.0", "0.18.1", "0.18.2"]
 
 
 def test_the_symptoms_of_the_readme_are_answered() -> None:
