@@ -82,13 +82,6 @@ def compiled_abandoned_in_the_middle(trainer: Any, step: int) -> None:
     trainer.backward(loss_of(trainer, step, 1))
 
 
-@under_deepcompile(RIGHT)
-def compiled_abandoned_forward(trainer: Any, step: int) -> None:
-    """A forward has no backward."""
-    loss_of(trainer, step, 1)
-    trainer.backward(loss_of(trainer, step))
-
-
 @under_deepcompile(WRONG, warns=WRONG)
 def compiled_parameter_hook(trainer: Any) -> None:
     """``param.register_hook`` makes some gradients smaller, which eager ZeRO-3 honours."""

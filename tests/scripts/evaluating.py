@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.harness.models import VOCABULARY, batch, both_losses, loss_of
+from tests.harness.models import VOCABULARY, batch, loss_of
 from tests.harness.options import SMALL_PREFETCH
-from tests.scripts.declared import ALL_RIGHT, LOOKED_AT, RIGHT, WRONG, raises, script
+from tests.scripts.declared import ALL_RIGHT, LOOKED_AT, RIGHT, raises, script
 
 #: What is gathered in an evaluation stays for the training that follows.
 KEPT = {"zero": SMALL_PREFETCH | {"stage3_max_live_parameters": 10**9}}
@@ -47,16 +47,6 @@ def inference_mode_first(trainer: Any, step: int) -> None:
         loss_of(trainer, step, 7)
     trainer.module.train()
     trainer.backward(loss_of(trainer, step))
-
-
-@script({1: WRONG, 2: WRONG, 3: WRONG})
-def evaluated_between_backwards(trainer: Any, step: int) -> None:
-    """An evaluation between two backwards over one forward."""
-    first, second = both_losses(trainer, step)
-    trainer.backward(first, retain_graph=True)
-    with torch.no_grad():
-        loss_of(trainer, step, 7)
-    trainer.backward(second)
 
 
 @script(ALL_RIGHT)
@@ -115,16 +105,3 @@ def generation_of_the_root(trainer: Any, step: int) -> None:
     """The same by the whole model, before each step."""
     unwrapped(trainer, step, trainer.module)
     trainer.backward(loss_of(trainer, step))
-
-
-@script(ALL_RIGHT, grouped=(2, 3), costs=LOOKED_AT)
-def moving_average(trainer: Any) -> None:
-    """An average of the gathered parameters, with which the model is evaluated and left alone."""
-    params = list(trainer.module.parameters())
-    averages: list[torch.Tensor] = []
-    for step in trainer.steps():
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
-        with trainer.gathered(params), torch.no_grad():
-            now = [param.detach().clone() for param in params]
-        averages = [0.9 * a + 0.1 * n for a, n in zip(averages or now, now, strict=True)]
