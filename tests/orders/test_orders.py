@@ -34,9 +34,10 @@ zero3, zero3 coalesce : block{ ONCE forward } backward step
 zero1 coalesce, zero3 coalesce : block{ forward grad backward } step
 zero3 coalesce : BLOCK BLOCK TRAIN BLOCK BLOCK TRAIN
 zero3 coalesce : forward forward block{ backward backward forward ONCE } backward step BLOCK
-zero3 coalesce : block{ evaluate forward evaluate backward evaluate } step BLOCK
-zero3 coalesce : block{ save forward save backward save } step BLOCK
-zero3 : TRAIN block{ forward } TRAIN second block{ ONCE } step
+zero3 coalesce : block{ evaluate forward evaluate backward evaluate ONCE evaluate } step BLOCK
+zero3 coalesce : block{ save forward save backward save ONCE save } step BLOCK
+zero3 coalesce : block{ see_parameters forward see_parameters backward see_parameters } step BLOCK
+zero3 : TRAIN block{ forward } backward step second block{ ONCE } step
 zero3 : second block{ ONCE } step TWICE
 zero3 : block{ ONCE } step second TWICE
 zero3 : forward block{ backward forward } backward step
