@@ -89,14 +89,7 @@ test_a_plain_backward_is_divided_once = checked(
 SINCE_0_16_6 = stock.since("0.16.6", "hooks that outlive the freezing of their parameter")
 
 test_what_was_written_in_this_step_is_stepped = checked(
-    *(
-        retained(script, 1, 2, 3, core=core, marks=[SINCE_0_16_6])
-        for script, core in (
-            (adapters.trained_by_turns, {3}),
-            (adapters.unfrozen_at_the_boundary, ()),
-            (adapters.trained_by_turns_in_a_window, ()),
-        )
-    ),
+    retained(adapters.trained_by_turns, 1, 2, 3, core={3}, marks=[SINCE_0_16_6]),
 )
 
 SINCE_0_18_3 = stock.since("0.18.3", "an epilogue after another engine's backward")
