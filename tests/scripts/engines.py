@@ -18,19 +18,6 @@ def two_engines(trainer: Any) -> None:
             engine.step()
 
 
-@script(ALL_RIGHT, model="Linears")
-def adversarial(trainer: Any) -> None:
-    """One engine learns from what the other makes of its outputs, and the other in its turn."""
-    other = trainer.another()
-    for step in trainer.steps():
-        x = features(step).detach()
-        trainer.backward(10 * other(trainer(x)).square().mean())
-        trainer.step()
-        other.zero_optimizer_grad()
-        other.backward(10 * (other(trainer(x).detach()) - 1).square().mean())
-        other.step()
-
-
 @script(
     {1: RIGHT, 2: raises("has already been reduced"), 3: raises("has no attribute 'numel'")},
     model="Linears",

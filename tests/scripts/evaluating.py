@@ -5,9 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from tests.harness.models import VOCABULARY, batch, loss_of
+from tests.harness.models import batch, loss_of
 from tests.harness.options import SMALL_PREFETCH
 from tests.scripts.declared import ALL_RIGHT, LOOKED_AT, RIGHT, raises, script
 
@@ -47,26 +46,6 @@ def inference_mode_first(trainer: Any, step: int) -> None:
         loss_of(trainer, step, 7)
     trainer.module.train()
     trainer.backward(loss_of(trainer, step))
-
-
-@script(ALL_RIGHT)
-def generation(trainer: Any, step: int) -> None:
-    """Ranks generate until all are done, as ``generate(synced_gpus=True)``, then train on it."""
-    generate(trainer, start=dist.get_rank(), least=2 + dist.get_rank() % 2)
-    trainer.backward(loss_of(trainer, step))
-
-
-def generate(trainer: Any, start: int, least: int) -> list[int]:
-    """Up to `least` tokens; a rank that is done goes on while another is not."""
-    tokens = [start]
-    with torch.no_grad():
-        while True:
-            going = torch.tensor(float(len(tokens) < least))
-            dist.all_reduce(going)
-            if not going:
-                return tokens[:least]
-            logits, _ = trainer(torch.tensor(tokens))
-            tokens.append(int(logits[-1].argmax()) % VOCABULARY)
 
 
 def unwrapped(trainer: Any, step: int, forward: Any) -> None:
