@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+import ds_patches
 from tests.harness import (
     EngineTrainer,
     Options,
@@ -59,6 +60,21 @@ def test_to_go_back_is_told(micro_steps: int) -> None:
             train(first)
     (warning,) = heard
     assert "another engine has trained since" in warning
+
+
+@on_ranks
+def test_engines_of_one_model_are_told_apart_anew_after_an_unapply() -> None:
+    """Also if another patch stays applied meanwhile, which knows the same engines."""
+    options = Options(1, steps=1, **LARGE)
+    module = models.build("TwoHeads")
+    with applied("accumulation", "stream_safety"):
+        older, newer = another(module, options), another(module, options)
+        for _ in range(2):
+            train(newer)
+            assert vars(older.engine)["_ds_patches_apart"]
+            ds_patches.unapply("accumulation")
+            assert "_ds_patches_apart" not in vars(older.engine)
+            ds_patches.apply("accumulation")
 
 
 @on_ranks

@@ -49,6 +49,15 @@ def test_buckets_of_two_dtypes(stage: int, script: Any) -> None:
     assert outcome.difference < 0.02 * outcome.moved, outcome
 
 
+@on_ranks
+def test_taken_back_before_a_backward() -> None:
+    """The engine had a forward."""
+    with applied("accumulation"):
+        trainer = engine_trainer(stage=2, settings=AUTOCAST)
+        models.loss_of(trainer, 0)
+    assert not [name for name in vars(trainer.engine.optimizer) if name.startswith("reduce_r")]
+
+
 @trains("accumulation", at(1, 2, core={2}, steps=5))
 def test_used_by_one_rank_late(trainer: Any, step: int) -> None:
     """No rank uses the second head at first, then one does, and later no one again."""
