@@ -3,22 +3,17 @@
 from functools import partial
 from typing import Any
 
-import pytest
-
-from tests.harness import at, checked, of, stock, trains
+from tests.harness import at, checked, of, trains
 from tests.harness.models import backward_that_raises, loss_of
 from tests.harness.options import OFFLOADED, OVERLAP
 from tests.scripts import accumulating
 
 accumulation = partial(of, "accumulation")
-TELLS_OF_GRADIENTS = stock.since("0.18.5", "a count of the gradients of a backward")
 
 
 test_what_comes_before_a_step = checked(
     accumulation(accumulating.abandoned_backward, 1, 2, 3, core={3}),
-    accumulation(accumulating.abandoned_backward, 1, 2, 3, micro_steps=2),
-    accumulation(accumulating.abandoned_backward, 1, 2, 3, **OFFLOADED),
-    accumulation(accumulating.abandoned_backward, 1, 2, 3, core={2}, micro_steps=2, **OFFLOADED),
+    accumulation(accumulating.abandoned_backward, 2, core={2}, micro_steps=2, **OFFLOADED),
 )
 
 
@@ -35,17 +30,6 @@ def test_one_between_two_micro_steps(trainer: Any, step: int) -> None:
     trainer.backward(loss_of(trainer, step, 5))
     accumulating.zero_grad(trainer, step)
     trainer.backward(loss_of(trainer, step, 1))
-
-
-test_steps_with_few_gradients = checked(
-    accumulation(accumulating.zeroed_in_the_middle, 1),  # where stock drops what is counted
-    *(accumulation(accumulating.nothing_to_step, 1, 2, 3, **more) for more in ({}, OFFLOADED)),
-    *(
-        accumulation(accumulating.abandoned_between_two_losses, 1, 2, 3, style=style)
-        for style in ("engine", "torch")
-    ),
-    says=None,
-)
 
 
 @trains(
@@ -65,19 +49,3 @@ def test_a_backward_that_raised(trainer: Any, step: int) -> None:
     for micro in range(2):
         trainer.boundary(micro == 1)
         trainer.backward(loss_of(trainer, step, micro, slice(1 if step == 1 else 2)))
-
-
-@trains(
-    "accumulation",
-    *(
-        at(1, 2, 3, core={2}, micro_steps=2, style=style, marks=[TELLS_OF_GRADIENTS], **more)
-        for style in ("engine", "torch")
-        for more in ({}, OFFLOADED)
-    ),
-    at(1, 2, 3, marks=[TELLS_OF_GRADIENTS], **OVERLAP),
-)
-def test_a_backward_that_raised_before_any_gradient(trainer: Any, step: int, micro: int) -> None:
-    """The step's gradients stay, as in PyTorch."""
-    trainer.backward(loss := loss_of(trainer, step, micro))
-    with pytest.raises(RuntimeError, match="second time"):
-        trainer.backward(loss)

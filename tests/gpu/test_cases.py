@@ -10,27 +10,21 @@ from tests.accumulation import test_arrivals, test_division
 from tests.accumulation import test_experts as of_experts
 from tests.coalesce import test_blocks, test_failure, test_no_sync
 from tests.harness import OVERLAP, ROUNDING, Case, World, run
-from tests.scripts import divided
 from tests.zero3_retain import test_gradients
 
 #: float32 on a GPU: other kernels for other shapes, sums in another order.
 TOLERANCE = {**ROUNDING, "float32": 1e-5}
-CONTIGUOUS = "contiguous_gradients"
 #: Tests whose cases are tables.
 TABLES: tuple[Any, ...] = (
     test_gradients.test_options,
     test_gradients.test_graphs,
     test_division.test_outputs_that_lead_to_one_another,
-    test_division.test_engines_in_a_chain,
     test_division.test_outputs_in_a_plain_dataclass,
     test_blocks.test_a_block_is_a_sum,
     test_failure.test_the_next_step_is_as_if_it_had_not_happened,
     test_no_sync.test_the_next_synced_backward_reduces_the_sum,
     of_experts.test_batches_of_one_to_three_experts,
     test_arrivals.test_two_forwards_for_one_loss,
-    test_arrivals.test_more_arrivals_than_two,
-    test_arrivals.test_in_micro_steps,
-    test_arrivals.test_another_number_of_forwards,
     test_arrivals.test_a_plain_backward_is_divided_once,
     test_arrivals.test_what_was_written_in_this_step_is_stepped,
     test_arrivals.test_gradients_of_another_engines_backward_are_kept,
@@ -45,12 +39,6 @@ def cases() -> Iterator[Any]:
             zero = {**OVERLAP["zero"], **case.options.zero}
             overlapped = replace(case, options=replace(case.options, zero=zero))
             skips = [mark for mark in param.marks if mark.name == "skipif"]
-            if case.script is divided.with_a_gradient_penalty and not zero.get(CONTIGUOUS, True):
-                skips.append(
-                    pytest.mark.skip(
-                        "stock and patched raise on a GPU: docs/troubleshooting.md#single-row"
-                    )
-                )
             yield pytest.param(overlapped, id=f"{case.patches[-1]}-{param.id}", marks=skips)
 
 

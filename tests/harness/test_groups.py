@@ -13,7 +13,7 @@ from tests.diagnostics.traincheck import checked as train_check
 from tests.harness import Options, Ranks, applied, build_engine, config, models, parallel
 from tests.harness.trainers import EngineTrainer, PlainTrainer, worst_difference
 from tests.scripts import windows
-from tests.world import World, on_ranks
+from tests.world import on_ranks
 
 ALONE: Ranks = [[0], [1]]
 
@@ -44,27 +44,15 @@ def test_ranks_that_share_a_sequence_must_agree(sequence: Ranks) -> None:
             build_engine(models.build("TwoHeads"), config(2), mpu)
 
 
-def windows_of_a_group(data: Ranks) -> float:
-    """How far from plain PyTorch's three windows end, over the ranks of a group of this one's."""
-    differences = []
-    for stage in (1, 2, 3):
-        with parallel(data) as mpu, applied("coalesce"):
-            start = models.build("TwoHeads")
-            plain = PlainTrainer(deepcopy(start), Options())
-            plain.group = mpu.data
-            windows.window(plain)
-            trainer = EngineTrainer(build_engine(start, config(stage), mpu), Options(stage))
-            windows.window(trainer)
-            ends = trainer.parameters(), plain.parameters()
-            differences.append(worst_difference(*ends)[0])
-    return max(differences)
-
-
-def test_a_window_of_one_rank_of_two(world: World) -> None:
-    assert max(world.run(windows_of_a_group, ALONE)) <= 1e-6
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("data", [[[0, 2], [1, 3]], [[1, 2, 3], [0]]], ids=str)
-def test_a_window_of_some_ranks_of_four(four: World, data: Ranks) -> None:
-    assert max(four.run(windows_of_a_group, data)) <= 1e-6
+@on_ranks
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_window_of_one_rank_of_two(stage: int) -> None:
+    """More ranks are two groups in the scripts' law."""
+    with parallel(ALONE) as mpu, applied("coalesce"):
+        start = models.build("TwoHeads")
+        plain = PlainTrainer(deepcopy(start), Options())
+        plain.group = mpu.data
+        windows.window(plain)
+        trainer = EngineTrainer(build_engine(start, config(stage), mpu), Options(stage))
+        windows.window(trainer)
+        assert worst_difference(trainer.parameters(), plain.parameters())[0] <= 1e-6

@@ -6,5 +6,5 @@ An order is a line, of how the engine is set and what the program does, one word
 
 Run by plain PyTorch, stock and patched; `words` says what each word is, `verdict` what is allowed.
 `python -m tests.orders 'zero1 : block{ } forward backward step'` runs one, and
-`python -m tests.orders 17` shrinks what the generator makes of a seed, if that fails.
+`python -m tests.orders 17` what the generator makes of a seed.
 """

@@ -114,9 +114,7 @@ class Side:
             return self.do(words)
         self.open += 1
         with suppress(Left):
-            {"return{": self._returned, "break{": self._broken, "closed{": self._closed}.get(
-                kind, self._left
-            )(kind, words)
+            (self._closed if kind == "closed{" else self._left)(kind, words)
         self.open -= 1
         return None
 
@@ -125,16 +123,6 @@ class Side:
             self.do(words)
             if kind == "raise{":
                 raise Left
-
-    def _returned(self, kind: str, words: list[str]) -> None:
-        with self.window():
-            return self.do(words)
-
-    def _broken(self, kind: str, words: list[str]) -> None:
-        for _ in range(2):
-            with self.window():
-                self.do(words)
-                break
 
     def _closed(self, kind: str, words: list[str]) -> None:
         def generator() -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import re
 import signal
 import tempfile
 from collections.abc import Sequence
@@ -87,18 +86,6 @@ class Worlds:
             ]
         ]
 
-    def shrunk(self, order: Order) -> Order:
-        """The shortest on the way down that still fails in this way."""
-        way = _way(self.complaints([order])[0])
-        tried: list[Order] = [*order.shorter()]
-        while tried:
-            now, tried = tried[:8], tried[8:]
-            complaints = zip(now, self._complaints(now, SECONDS), strict=True)
-            if failing := [shorter for shorter, what in complaints if _way(what) == way]:
-                order = min(failing, key=lambda shorter: len(shorter.words) + len(shorter.settings))
-                tried = [*order.shorter()]
-        return order
-
     def __enter__(self) -> Worlds:
         return self
 
@@ -113,11 +100,6 @@ def _noted(path: Path) -> list[Trail]:
         while True:
             trails.append(pickle.load(notes))
     return trails
-
-
-def _way(complaint: str) -> str:
-    """Without numbers, and what stock came to."""
-    return re.sub(r"[0-9][0-9.e+-]*", "", complaint.partition(";")[0])
 
 
 def _first(complaints: object) -> str:

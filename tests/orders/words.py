@@ -1,12 +1,10 @@
-"""Orders: their text, where they come from, and shorter ones that may fail as well."""
+"""Orders: their text, and where they come from."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
 from typing import Any
 
 from tests.harness.options import BF16_SUMS, OFFLOADED, OVERLAP, Options
@@ -29,13 +27,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{patch: {} for patch in ALONE},
 }
 #: The ways out of a ``coalesce_grad_reduction()`` block; ``raise{`` loses what it holds.
-BLOCKS = ("block{", "return{", "break{", "raise{", "closed{")
+BLOCKS = ("block{", "raise{", "closed{")
 PATCHING = ["apply_all", "unapply_all", "apply:coalesce", "apply:accumulation"]
 PATCHING += ["unapply:coalesce", "unapply:accumulation", "unapply:zero3_retain"]
 #: What may come anywhere.
 ANYWHERE = ["evaluate", "grad", "zero_grad", "optimizer.zero_grad", "unrelated", "fails", "boom"]
-ANYWHERE += ["block{ }", "block{ evaluate }", "return{ forward }", "raise{ forward }", "forward"]
-ANYWHERE += ["block{ grad }", "block{ unrelated }", "closed{ forward backward }", "break{ }"]
+ANYWHERE += ["block{ }", "block{ evaluate }", "block{ forward }", "raise{ forward }", "forward"]
+ANYWHERE += ["block{ grad }", "block{ unrelated }", "closed{ forward backward }"]
 #: Of engines over the same model, or over one that shares a part of it.
 ENGINES = ["second", "second", "other", "destroy", "forget", "shared"]
 #: What makes a micro step, before it is counted.
@@ -43,7 +41,7 @@ MICRO_STEPS = ["forward backward"] * 6
 MICRO_STEPS += ["forward again backward", "forward forward backward backward", "boom zero_grad"]
 MICRO_STEPS += ["block{ forward backward forward backward }", "block{ forward } backward"]
 MICRO_STEPS += ["block{ forward forward } backward backward", "forward block{ backward }"]
-MICRO_STEPS += ["return{ forward backward }", "raise{ forward backward } forward backward"]
+MICRO_STEPS += ["block{ forward backward }", "raise{ forward backward } forward backward"]
 MICRO_STEPS += ["forward forward summed", "reentrant backward", "forward reentrant summed"]
 MICRO_STEPS += ["reentrant again backward", "block{ reentrant backward forward backward }"]
 MICRO_STEPS += ["forward backward freeze", "block{ forward reentrant summed }"]
@@ -75,34 +73,6 @@ class Order:
     @property
     def only(self) -> list[str] | None:
         return [patch for patch in ALONE if patch in self.settings] or None
-
-    def shorter(self) -> Iterator[Order]:
-        """Its beginning, a step less, a word or block less, no block around, a setting less."""
-        steps = [0, *(index + 1 for index, word in enumerate(self.words) if word == "step")]
-        for begin, end in pairwise(steps):
-            yield replace(self, words=self.words[:end])
-            yield replace(self, words=self.words[:begin] + self.words[end:])
-        for index, word in enumerate(self.words):
-            if word == "}":
-                continue
-            end = self._end(index) if word in BLOCKS else index
-            yield replace(self, words=self.words[:index] + self.words[end + 1 :])
-            if end > index:
-                yield replace(
-                    self,
-                    words=self.words[:index] + self.words[index + 1 : end] + self.words[end + 1 :],
-                )
-        for setting in self.settings:
-            if not setting.startswith("zero"):
-                yield replace(self, settings=tuple(s for s in self.settings if s != setting))
-
-    def _end(self, begin: int) -> int:
-        depth = 0
-        for index, word in enumerate(self.words[begin:], begin):
-            depth += (word in BLOCKS) - (word == "}")
-            if not depth:
-                return index
-        raise ValueError(f"a block of {self} has no end")
 
 
 def _merged(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -138,5 +108,5 @@ def generated(seed: int) -> Order:
         words[index:index] = put.split()
     if settings[0] == "zero1" and count > 1:
         # There a block that raises takes the step's earlier micro steps along, as documented.
-        words = ["return{" if word == "raise{" else word for word in words]
+        words = ["block{" if word == "raise{" else word for word in words]
     return Order(tuple(settings), (*["unapply_all"] * (chance.random() < 0.1), *words))

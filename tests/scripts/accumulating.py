@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import torch
-
-from tests.harness.models import both_losses, loss_of
+from tests.harness.models import loss_of
 from tests.harness.options import OFFLOADED
 from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, script
 
@@ -45,44 +43,10 @@ def zeroed_in_the_middle(trainer: Any, step: int, micro: int) -> None:
 
 
 @script({1: WRONG, 2: WRONG, 3: WRONG})
-def nothing_to_step(trainer: Any, step: int) -> None:
-    """The only backward of a step is dropped by ``zero_grad()``: nothing moves."""
-    trainer.backward(loss_of(trainer, step))
-    if step % 2:
-        trainer.zero_grad()
-
-
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, at_rest=False)
-def abandoned_between_two_losses(trainer: Any, step: int) -> None:
-    """``zero_grad()`` drops the first of two losses, and another batch comes in."""
-    trainer.backward(both_losses(trainer, step, 5)[0], retain_graph=True)
-    trainer.zero_grad()
-    trainer.backward(loss_of(trainer, step))
-
-
-@script(ALL_RIGHT)
-def abandoned_forward(trainer: Any) -> None:
-    """A loss that is not a number has no backward at all."""
-    for step in trainer.steps():
-        loss = loss_of(trainer, step, 1) * (float("nan") if step == 2 else 1)
-        if loss.isfinite():
-            trainer.backward(loss)
-            trainer.step()
-
-
-@script({1: WRONG, 2: WRONG, 3: WRONG})
 def two_forwards_first(trainer: Any, step: int) -> None:
     """Two forwards, then their two backwards, then one step."""
     for loss in [loss_of(trainer, step, micro) for micro in range(2)]:
         trainer.backward(loss)
-
-
-@script({1: WRONG, 2: WRONG, 3: RIGHT})
-def boundaries_twice(trainer: Any, step: int) -> None:
-    """``set_gradient_accumulation_boundary()`` marks the second and fourth of four backwards."""
-    for micro in range(4):
-        trainer.boundary(micro % 2 == 1)
-        trainer.backward(loss_of(trainer, step, micro))
 
 
 @script(ALL_RIGHT, micro_steps=2)
@@ -97,33 +61,3 @@ def boundary_by_hand(trainer: Any, step: int) -> None:
     for micro in range(3):
         trainer.boundary(micro == 2)
         trainer.backward(loss_of(trainer, step, micro))
-
-
-@script(ALL_RIGHT, micro_steps=2)
-def evaluated_in_between(trainer: Any) -> None:
-    """An evaluation between two micro steps of one step."""
-    for step in trainer.steps():
-        for micro in range(2):
-            trainer.backward(loss_of(trainer, step, micro))
-            trainer.step()
-            trainer.module.eval()
-            with torch.no_grad():
-                loss_of(trainer, step, 7)
-            trainer.module.train()
-
-
-@script(ALL_RIGHT)
-def failed_backward(trainer: Any, step: int) -> None:
-    """A backward that raises in a hook, is caught, and is followed by a clean step."""
-    if step == 2:
-        loss = loss_of(trainer, step, 1)
-        loss.register_hook(_refuse)
-        try:
-            trainer.backward(loss)
-        except ValueError:
-            trainer.zero_grad()
-    trainer.backward(loss_of(trainer, step))
-
-
-def _refuse(grad: torch.Tensor) -> None:
-    raise ValueError("out of memory, say")

@@ -56,14 +56,6 @@ def trained_by_turns(trainer: Any, step: int, micro: int) -> None:
     trainer.backward(loss_of(trainer, step, micro))
 
 
-@script(ALL_RIGHT, model="DictOutput", micro_steps=2, at_rest=False)
-def frozen_at_the_boundary(trainer: Any, step: int, micro: int) -> None:
-    """A block is frozen between the last backward and the step."""
-    trainer.module.blocks[0].requires_grad_()
-    trainer.backward(loss_of(trainer, step, micro))
-    trainer.module.blocks[0].requires_grad_(False)
-
-
 # ZeRO 3 steps zeros, as in `trained_by_turns`.
 @script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="DictOutput", micro_steps=2, at_rest=False)
 def unfrozen_at_the_boundary(trainer: Any, step: int, micro: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.harness.models import both_losses, loss_of
+from tests.harness.models import loss_of
 from tests.scripts.declared import RIGHT, WRONG, raises, script
 
 TWICE = {1: RIGHT, 2: raises("already been reduced"), 3: raises("AssertionError")}
@@ -32,21 +32,9 @@ def two_forwards_for_one_loss(trainer: Any, step: int) -> None:
     forward_and_backward(trainer, step, 2)
 
 
-@script(REDUCED_BETWEEN, **RECOMPUTED)
-def three_forwards_for_one_loss(trainer: Any, step: int) -> None:
-    """Three forwards of the engine, and one backward over the sum of their losses."""
-    forward_and_backward(trainer, step, 3)
-
-
 @script(REDUCED_BETWEEN, model="SharedTwelveTimes", at_rest=False)
 def applied_twelve_times(trainer: Any, step: int) -> None:
     """A block that is applied twelve times in one forward."""
-    trainer.backward(loss_of(trainer, step))
-
-
-@script(TWICE, model="HeadRecomputed", at_rest=False)
-def inside_and_then_outside(trainer: Any, step: int) -> None:
-    """A tied weight: the head is recomputed in chunks, and the embedding is not."""
     trainer.backward(loss_of(trainer, step))
 
 
@@ -54,12 +42,6 @@ def inside_and_then_outside(trainer: Any, step: int) -> None:
 def outside_and_then_inside(trainer: Any, step: int) -> None:
     """A tied weight: the head is not recomputed, and a block that uses it is."""
     trainer.backward(loss_of(trainer, step))
-
-
-@script(REDUCED_BETWEEN, micro_steps=2, **RECOMPUTED)
-def micro_steps_of_two_forwards(trainer: Any, step: int, micro: int) -> None:
-    """Each micro step has two forwards and one backward."""
-    trainer.backward(loss_of(trainer, step, micro) + loss_of(trainer, step, micro + 5))
 
 
 @script(REDUCED_BETWEEN, **RECOMPUTED)
@@ -82,11 +64,3 @@ def ranks_of_unlike_forwards(trainer: Any, step: int) -> None:
     """
     differ = dist.get_rank() and trainer.options.stage < 3
     forward_and_backward(trainer, step, 1 if differ else 2)
-
-
-@script({1: WRONG, 2: TWICE[2], 3: raises("The size of tensor a (0) must match")}, **RECOMPUTED)
-def two_losses_over_two_forwards(trainer: Any, step: int) -> None:
-    """Two backwards, each over two forwards."""
-    (first, second), (third, fourth) = (both_losses(trainer, step, micro) for micro in range(2))
-    trainer.backward(first + third, retain_graph=True)
-    trainer.backward(second + fourth)

@@ -19,12 +19,6 @@ def give_each_time(trainer: Any, step: int, at_first: slice) -> None:
 
 
 @script(ALL_RIGHT, at_rest=False)
-def given_where_none_came(trainer: Any, step: int) -> None:
-    """A head that no backward reaches has its gradient by hand."""
-    give_each_time(trainer, step, FIRST)
-
-
-@script(ALL_RIGHT, at_rest=False)
 def given_where_one_came_earlier(trainer: Any, step: int) -> None:
     """The head was reached by an earlier step's backward, and not by this one's."""
     give_each_time(trainer, step, BOTH)
@@ -41,14 +35,6 @@ def given_after_two_micro_steps(trainer: Any, step: int, micro: int) -> None:
     """Two micro steps, of which the first alone reaches the head; then it is given a gradient."""
     trainer.backward(loss_of(trainer, step, micro, FIRST if micro else BOTH))
     if micro:
-        give(trainer, step)
-
-
-@script({2: WRONG, 3: WRONG}, at_rest=False, micro_steps=2, **OFFLOADED)
-def given_between_micro_steps_offloaded(trainer: Any, step: int, micro: int) -> None:
-    """A gradient set by hand after the first of two micro steps; the second adds to it."""
-    trainer.backward(loss_of(trainer, step, micro))
-    if not micro:
         give(trainer, step)
 
 

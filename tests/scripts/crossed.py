@@ -50,7 +50,7 @@ class Choice:
             if getattr(own, name) != getattr(usual, name)
         }
         names = _called(script)
-        if COUNTING & names and self.given.get("micro_steps") != 1:
+        if COUNTING & names:
             own_names.add("micro_steps")
         scaled = "fp16" in self.settings and MAKING & names
         rounds = self.tolerance >= FP16_ROUNDS and own.clip  # to less than is seen
@@ -78,7 +78,7 @@ ANY = (0, 1, 2, 3)
 PLAIN = Choice("", stages=ANY)
 #: Scripts that mean the same without ZeRO.
 UNSHARDED = {"one_backward", "micro_steps", "skipped_step", "reentrant", "non_reentrant"}
-UNSHARDED |= {"shared_block", "abandoned_forward", "evaluated_in_between"}
+UNSHARDED.add("shared_block")
 BF16 = {"bf16": {"enabled": True}}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 DYNAMIC = {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -140,11 +140,6 @@ FACTORS: Mapping[str, tuple[Choice, ...]] = {
         Choice("round_robin", zero={"round_robin_gradients": True}, stages=(1, 2)),
     ),
 }
-
-#: In place of micro steps, in one more row of each script: the others stay what they were.
-UNMANAGED = Choice(
-    "unmanaged", {"micro_steps": 1}, settings={"managed_gradient_accumulation": False}
-)
 
 Row = tuple[Choice, ...]
 
@@ -219,9 +214,6 @@ def rows(script: Script) -> Iterator[Row]:
         )
         left -= {(factor, choice.name) for factor, choice in enumerate(row)}
         yield row
-    if row[0].stages[0] and UNMANAGED.suits(script):
-        place = [*FACTORS].index("micro_steps")
-        yield (*row[:place], UNMANAGED, *row[place + 1 :])
 
 
 def _choices(script: Script, stage: int) -> list[list[Choice]]:

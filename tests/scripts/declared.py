@@ -16,9 +16,6 @@ STEPS = 5
 #: Why a patch calls more than the law allows, by stage, of several scripts.
 GATHERED_AGAIN = {3: "zero3_retain releases a module after each of its calls in a backward"}
 LOOKED_AT = dict.fromkeys((1, 2, 3), "weights_by_hand looks at weights and flags: 10 calls more")
-EACH_GRADIENT = dict.fromkeys(
-    (1, 2), "accumulation looks at each gradient of an offloaded optimizer"
-)
 
 
 def raises(words: str) -> str:

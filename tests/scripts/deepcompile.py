@@ -82,13 +82,6 @@ def compiled_abandoned_in_the_middle(trainer: Any, step: int) -> None:
     trainer.backward(loss_of(trainer, step, 1))
 
 
-@under_deepcompile(RIGHT)
-def compiled_abandoned_forward(trainer: Any, step: int) -> None:
-    """A forward has no backward."""
-    loss_of(trainer, step, 1)
-    trainer.backward(loss_of(trainer, step))
-
-
 @under_deepcompile(WRONG, warns=WRONG)
 def compiled_parameter_hook(trainer: Any) -> None:
     """``param.register_hook`` makes some gradients smaller, which eager ZeRO-3 honours."""
@@ -103,20 +96,14 @@ def skipped_parameter_hook(trainer: Any) -> None:
     compiled_parameter_hook(trainer)
 
 
-@under_deepcompile(RIGHT)
-def compiled_inference_mode(trainer: Any) -> None:
-    """An evaluation under ``torch.inference_mode()`` between steps."""
+@under_deepcompile(WRONG, "Disabled")
+def skipped_inference_mode(trainer: Any) -> None:
+    """An evaluation under ``torch.inference_mode()`` between steps, and Dynamo skips a frame."""
     for step in trainer.steps():
         trainer.backward(loss_of(trainer, step))
         trainer.step()
         with torch.inference_mode():
             loss_of(trainer, step, 7)
-
-
-@under_deepcompile(WRONG, "Disabled")
-def skipped_inference_mode(trainer: Any) -> None:
-    """An evaluation under ``torch.inference_mode()``, and Dynamo skips a frame."""
-    compiled_inference_mode(trainer)
 
 
 @under_deepcompile(raises("traced for partitioned"), "RecomputedMethod")

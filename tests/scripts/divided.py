@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tests.harness.models import WIDTH, both_losses, features, loss_of
 from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
-from tests.scripts.slopes import NOT_A_STEPS
+from tests.scripts.slopes import NOT_A_STEPS, gradient_penalty
 
 PLAIN = {"style": "torch", "micro_steps": 2}
 ALL_WRONG = {1: WRONG, 2: WRONG, 3: WRONG}
@@ -39,13 +39,6 @@ def beside_the_module(trainer: Any, step: int, micro: int) -> None:
     trainer.backward(loss_of(trainer, step, micro) + inside)
 
 
-@script(ALL_WRONG, model="Linears", **PLAIN)
-def beside_a_layer(trainer: Any, step: int, micro: int) -> None:
-    """The engine and a layer of its module, in one loss."""
-    x = features(step).detach() + micro
-    trainer.backward(trainer(x).square().mean() + trainer.module.layers[0](x).sin().mean())
-
-
 @script({1: WRONG, 2: WRONG, 3: RIGHT}, model="ReturnsAScale", at_rest=False, **PLAIN)
 def with_a_parameter_returned(trainer: Any, step: int, micro: int) -> None:
     """An output is a parameter, as CLIP's ``logit_scale``."""
@@ -58,12 +51,9 @@ def with_a_parameter_returned(trainer: Any, step: int, micro: int) -> None:
     model="Critic",
     **PLAIN,
 )
-def with_a_gradient_penalty(trainer: Any, step: int, micro: int) -> None:
+def with_a_gradient_penalty(trainer: Any) -> None:
     """A penalty on gradients at the inputs."""
-    x = (features(step).detach() + micro).requires_grad_()
-    judged = trainer(x)
-    (slope,) = torch.autograd.grad(judged.sum(), x, create_graph=True)
-    trainer.backward(judged.square().mean() + (slope.norm(dim=-1) - 1).square().mean())
+    gradient_penalty(trainer)
 
 
 class Before(nn.Module):

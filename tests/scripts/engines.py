@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch.nn.functional import softplus
 
 from tests.harness.models import features, loss_of
@@ -19,36 +18,12 @@ def two_engines(trainer: Any) -> None:
             engine.step()
 
 
-@script(ALL_RIGHT)
-def teacher(trainer: Any) -> None:
-    """Another engine is asked for targets, and never trained."""
-    other = trainer.another()
-    for step in trainer.steps():
-        with torch.no_grad():
-            target = loss_of(other, step)
-        trainer.backward((loss_of(trainer, step) - 0.5 * target).square())
-        trainer.step()
-
-
-@script(ALL_RIGHT, model="Linears")
-def adversarial(trainer: Any) -> None:
-    """One engine learns from what the other makes of its outputs, and the other in its turn."""
-    other = trainer.another()
-    for step in trainer.steps():
-        x = features(step).detach()
-        trainer.backward(10 * other(trainer(x)).square().mean())
-        trainer.step()
-        other.zero_optimizer_grad()
-        other.backward(10 * (other(trainer(x).detach()) - 1).square().mean())
-        other.step()
-
-
 @script(
     {1: RIGHT, 2: raises("has already been reduced"), 3: raises("has no attribute 'numel'")},
     model="Linears",
     at_rest=False,
 )
-def gan(trainer: Any, freezes: bool = False, zeroes: bool = True) -> None:
+def gan(trainer: Any, zeroes: bool = True) -> None:
     """The critic's gradient of the generator's loss is dropped by ``zero_grad()`` of the engine."""
     critic = trainer.another()
     for step in trainer.steps():
@@ -59,16 +34,8 @@ def gan(trainer: Any, freezes: bool = False, zeroes: bool = True) -> None:
         judged = softplus(-critic(noise.cos())).mean() + softplus(critic(fake.detach())).mean()
         critic.backward(10 * judged)
         critic.step()
-        critic.module.requires_grad_(not freezes)
         trainer.backward(10 * softplus(-critic(fake)).mean())
-        critic.module.requires_grad_(True)
         trainer.step()
-
-
-@script(ALL_RIGHT, model="Linears")
-def gan_with_a_frozen_critic(trainer: Any) -> None:
-    """The critic gets no gradient of the generator's loss, which passes through it."""
-    gan(trainer, freezes=True)
 
 
 @script(

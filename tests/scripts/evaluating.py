@@ -5,11 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from tests.harness.models import VOCABULARY, batch, both_losses, loss_of
+from tests.harness.models import batch, loss_of
 from tests.harness.options import SMALL_PREFETCH
-from tests.scripts.declared import ALL_RIGHT, LOOKED_AT, RIGHT, WRONG, raises, script
+from tests.scripts.declared import ALL_RIGHT, LOOKED_AT, RIGHT, raises, script
 
 #: What is gathered in an evaluation stays for the training that follows.
 KEPT = {"zero": SMALL_PREFETCH | {"stage3_max_live_parameters": 10**9}}
@@ -49,36 +48,6 @@ def inference_mode_first(trainer: Any, step: int) -> None:
     trainer.backward(loss_of(trainer, step))
 
 
-@script({1: WRONG, 2: WRONG, 3: WRONG})
-def evaluated_between_backwards(trainer: Any, step: int) -> None:
-    """An evaluation between two backwards over one forward."""
-    first, second = both_losses(trainer, step)
-    trainer.backward(first, retain_graph=True)
-    with torch.no_grad():
-        loss_of(trainer, step, 7)
-    trainer.backward(second)
-
-
-@script(ALL_RIGHT)
-def generation(trainer: Any, step: int) -> None:
-    """Ranks generate until all are done, as ``generate(synced_gpus=True)``, then train on it."""
-    generate(trainer, start=dist.get_rank(), least=2 + dist.get_rank() % 2)
-    trainer.backward(loss_of(trainer, step))
-
-
-def generate(trainer: Any, start: int, least: int) -> list[int]:
-    """Up to `least` tokens; a rank that is done goes on while another is not."""
-    tokens = [start]
-    with torch.no_grad():
-        while True:
-            going = torch.tensor(float(len(tokens) < least))
-            dist.all_reduce(going)
-            if not going:
-                return tokens[:least]
-            logits, _ = trainer(torch.tensor(tokens))
-            tokens.append(int(logits[-1].argmax()) % VOCABULARY)
-
-
 def unwrapped(trainer: Any, step: int, forward: Any) -> None:
     """Gather all parameters and do without the engine's hooks, as TRL did up to its fix."""
     with trainer.gathered(trainer.module.parameters()), without_hooks(trainer), torch.no_grad():
@@ -115,16 +84,3 @@ def generation_of_the_root(trainer: Any, step: int) -> None:
     """The same by the whole model, before each step."""
     unwrapped(trainer, step, trainer.module)
     trainer.backward(loss_of(trainer, step))
-
-
-@script(ALL_RIGHT, grouped=(2, 3), costs=LOOKED_AT)
-def moving_average(trainer: Any) -> None:
-    """An average of the gathered parameters, with which the model is evaluated and left alone."""
-    params = list(trainer.module.parameters())
-    averages: list[torch.Tensor] = []
-    for step in trainer.steps():
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
-        with trainer.gathered(params), torch.no_grad():
-            now = [param.detach().clone() for param in params]
-        averages = [0.9 * a + 0.1 * n for a, n in zip(averages or now, now, strict=True)]

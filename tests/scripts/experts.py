@@ -16,12 +16,6 @@ def routed(trainer: Any) -> None:
     one_backward(trainer)
 
 
-@script(BOTH_WRONG, at_rest=False, model="RoutedTwice")
-def routed_twice(trainer: Any) -> None:
-    """Ranks use different experts, each twice in one forward."""
-    routed(trainer)
-
-
 @script({2: WRONG}, **ROUTED, micro_steps=4)
 def routed_micro_steps(trainer: Any) -> None:
     """Ranks use different experts, others in each of four micro steps."""

@@ -54,11 +54,3 @@ def parts_then_whole(trainer: Any, step: int) -> None:
     first, second = both_losses(trainer, step)
     for loss in ([second, first], [first + second], [first, second, first])[step % 3]:
         trainer.backward(loss, retain_graph=True)
-
-
-@script({1: WRONG, 2: WRONG, 3: WRONG})
-def half_of_the_outputs(trainer: Any, step: int) -> None:
-    """One forward has no backward, another one over a single output."""
-    trainer(batch(step, 7)[0])
-    trainer.backward(loss_of(trainer, step, only=FIRST if step % 2 else SECOND))
-    trainer.backward(loss_of(trainer, step, 1))

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from tests.harness.models import loss_of
 from tests.scripts.declared import ALL_RIGHT, script
 from tests.scripts.ordinary import one_backward
@@ -20,19 +18,6 @@ def parameter_hook(trainer: Any) -> None:
     one_backward(trainer)
     for handle in handles:
         handle.remove()
-
-
-@script(ALL_RIGHT)
-def activation_hook(trainer: Any) -> None:
-    """A hook on an activation clips what comes through."""
-    block = trainer.module.blocks[1]
-    handle = block.register_forward_hook(_clip_what_comes_back)
-    one_backward(trainer)
-    handle.remove()
-
-
-def _clip_what_comes_back(module: Any, inputs: Any, output: torch.Tensor) -> None:
-    output.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
 
 
 @script(ALL_RIGHT)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from tests.harness.models import batch, both_losses, loss_of
+from tests.harness.models import both_losses, loss_of
 from tests.harness.options import SMALL_PREFETCH
-from tests.scripts.declared import ALL_RIGHT, GATHERED_AGAIN, RIGHT, WRONG, raises, script
+from tests.scripts.declared import ALL_RIGHT, RIGHT, WRONG, raises, script
 
 LAST_ONLY = {1: WRONG, 2: WRONG, 3: raises("size of tensor a (0)")}
 
@@ -23,13 +23,6 @@ def auxiliary_tensor_first(trainer: Any, step: int) -> None:
     first, second = both_losses(trainer, step)
     trainer.backward(trainer.module.aux, retain_graph=True)
     trainer.backward(first + second)
-
-
-@script(ALL_RIGHT, model="Auxiliary", at_rest=False)
-def auxiliary_alone(trainer: Any, step: int) -> None:
-    """The outputs are for nothing."""
-    trainer(batch(step)[0])
-    trainer.backward(trainer.module.aux)
 
 
 @script(LAST_ONLY, grouped=(2, 3))
@@ -56,12 +49,6 @@ def two_forwards(trainer: Any, step: int) -> None:
         trainer.backward(loss_of(trainer, step, micro))
 
 
-@script(ALL_RIGHT, costs=GATHERED_AGAIN)
-def sum_over_two_forwards(trainer: Any, step: int) -> None:
-    """Two forwards, and one backward over the sum, as with pairs of texts."""
-    trainer.backward(loss_of(trainer, step, 0) + loss_of(trainer, step, 1))
-
-
 @script({1: RIGHT, 2: RIGHT, 3: WRONG}, micro_steps=2)
 def around_the_engine(trainer: Any, step: int, micro: int) -> None:
     """One micro step calls the engine, the next one ``engine.module``."""
@@ -80,9 +67,3 @@ def epilogue_by_hand(trainer: Any, step: int) -> None:
     trainer.backward(loss_of(trainer.around_the_engine, step))
     if trainer.is_engine:
         trainer.engine._backward_epilogue()
-
-
-@script(ALL_RIGHT, micro_steps=2)
-def around_the_engine_first(trainer: Any, step: int, micro: int) -> None:
-    """One micro step calls ``engine.module``, the next one the engine."""
-    trainer.backward(loss_of(trainer if micro else trainer.around_the_engine, step, micro))

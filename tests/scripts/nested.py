@@ -85,13 +85,6 @@ def cached_after_another(trainer: Any, step: int) -> None:
 
 
 @script({1: RIGHT, 2: raises(TWICE), 3: WRONG}, at_rest=False)
-def cached_beside_one_of_its_own(trainer: Any, step: int) -> None:
-    """A cached loss, and a loss of its own added to it."""
-    outer = cached_loss(trainer, step, 2)
-    trainer.backward(outer + loss_of(trainer, step, 9))
-
-
-@script({1: RIGHT, 2: raises(TWICE), 3: WRONG}, at_rest=False)
 def nested(trainer: Any, step: int) -> None:
     """The backward over one batch runs inside that over another."""
     outer, inner = (loss_of(trainer, step, micro) for micro in range(2))

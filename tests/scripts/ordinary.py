@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from tests.harness import OFFLOADED, models
 from tests.harness.models import loss_of
-from tests.scripts.declared import ALL_RIGHT, EACH_GRADIENT, GATHERED_AGAIN, RIGHT, WRONG, script
+from tests.scripts.declared import ALL_RIGHT, GATHERED_AGAIN, script
 
 
 @script(ALL_RIGHT, model="Deep")
@@ -32,12 +31,6 @@ def skipped_step(trainer: Any) -> None:
         loss = loss_of(trainer, step)
         trainer.backward(loss * (float("inf") if step == 2 else 1))
         trainer.step()
-
-
-@script(ALL_RIGHT, **OFFLOADED, costs=EACH_GRADIENT)
-def offloaded_optimizer(trainer: Any) -> None:
-    """The optimizer is on the CPU."""
-    one_backward(trainer)
 
 
 @script(ALL_RIGHT, grouped=(2, 3))
@@ -68,13 +61,3 @@ def shared_block(trainer: Any) -> None:
 def compiled_block(trainer: Any) -> None:
     """``block.compile(backend="aot_eager")`` by the user, outside DeepCompile."""
     one_backward(trainer)
-
-
-@script({1: RIGHT, 2: RIGHT, 3: WRONG}, model="Uneven")
-def sometimes_unused(trainer: Any) -> None:
-    """Some steps do not use a parameter, and leave it as it is."""
-    for step in trainer.steps():
-        models.Either.used = (step % 2 == 0, True)
-        trainer.backward(loss_of(trainer, step))
-        trainer.step()
-    models.Either.used = (True, True)

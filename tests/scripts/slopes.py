@@ -5,17 +5,17 @@ from typing import Any
 import torch
 from torch.nn.functional import one_hot
 
-from tests.harness.models import WIDTH, batch, features, loss_of, losses
-from tests.scripts.declared import RIGHT, WRONG, raises, script
+from tests.harness.models import WIDTH, batch, features, losses
+from tests.scripts.declared import WRONG, raises, script
 
 #: ``torch.autograd.grad`` is a backward to stock, in which no parameter has a gradient.
 NOT_A_STEPS = raises("list index out of range")
 
 
 @script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("invalid for input of size 0")}, model="Critic")
-def gradient_penalty(trainer: Any, step: int) -> None:
+def gradient_penalty(trainer: Any, step: int, micro: int) -> None:
     """A gradient penalty on the inputs, as with WGAN-GP."""
-    x = features(step)
+    x = (features(step).detach() + micro).requires_grad_()
     judged = trainer(x)
     (slope,) = torch.autograd.grad(judged.sum(), x, create_graph=True)
     trainer.backward(judged.square().mean() + (slope.norm(dim=-1) - 1).square().mean())
@@ -27,12 +27,6 @@ def penalty_in_the_middle(trainer: Any, step: int) -> None:
     judged = trainer(features(step))
     (slope,) = torch.autograd.grad(judged.sum(), trainer.module.middle, create_graph=True)
     trainer.backward(judged.square().mean() + slope.square().mean())
-
-
-@script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: RIGHT}, at_rest=False)
-def slope_before(trainer: Any) -> None:
-    """``torch.autograd.grad`` by an output weighs the loss."""
-    slope_in_each_micro_step(trainer)
 
 
 def slope_and_losses(trainer: Any, step: int, micro: int = 0) -> tuple[torch.Tensor, ...]:
@@ -48,16 +42,6 @@ def slope_in_each_micro_step(trainer: Any, step: int, micro: int) -> None:
     """``torch.autograd.grad`` by an output in each micro step."""
     slope, first, second = slope_and_losses(trainer, step, micro)
     trainer.backward(first * slope + second)
-
-
-@script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: WRONG})
-def slope_between(trainer: Any, step: int) -> None:
-    """``torch.autograd.grad`` over a forward that has no backward, between two backwards."""
-    for micro in range(2):
-        tokens, classes = batch(step, 7)
-        outputs = trainer(tokens)
-        torch.autograd.grad(losses(outputs, classes)[0], outputs.logits)
-        trainer.backward(loss_of(trainer, step, micro))
 
 
 @script({1: NOT_A_STEPS, 2: NOT_A_STEPS, 3: raises("size of tensor a (0)")})

@@ -4,7 +4,7 @@ from typing import Any
 
 from tests.harness.surroundings import STREAMS
 from tests.scripts.declared import RIGHT, script
-from tests.stream_safety.on_streams import OVERLAPPED, batch, touch
+from tests.stream_safety.on_streams import OVERLAPPED, batch
 
 FP32_SUMS = {
     "bf16": {"enabled": True},
@@ -49,16 +49,3 @@ def boundary_set_late(trainer: Any, step: int) -> None:
     backward(trainer, step, 0)
     backward(trainer, step, 1)
     trainer.boundary(True)
-
-
-@script({1: RIGHT, 2: RIGHT}, at_rest=False, zero=OVERLAPPED, **ON_STREAMS)
-def hook_behind_the_reduction(trainer: Any) -> None:
-    """A hook on the AccumulateGrad node, behind DeepSpeed's, writes the gradient again."""
-    nodes = []
-    for param in trainer.module.parameters():
-        node = param.expand_as(param).grad_fn.next_functions[0][0]
-        node.register_hook(lambda *_, param=param: touch(param))
-        nodes.append(node)
-    for step in trainer.steps():
-        backward(trainer, step, 0)
-        trainer.step()

@@ -15,7 +15,6 @@ UNLIKE_PYTORCH = {
         "zero_grad() right after a counted micro step changes nothing there, patched or not"
     ),
     ("gan", "autocast"): "two models against each other: roundings grow tenfold in a step",
-    ("adversarial", "autocast"): "a slope of nearly zero has another sign in half precision",
     ("window_over_an_auxiliary_tensor", "fp16"): "DeepSpeed refuses plain backwards in fp16",
     ("resumed", "scattered"): "it was trained by stock before, which averages nothing there",
 }
@@ -31,7 +30,6 @@ AWAITS = {
     ("unsynced_among_micro_steps", "zero1"): UNDIVIDED,
     ("unlike_numbers_unsynced", "zero1"): UNDIVIDED,
     ("unsynced_over_one_forward", "hpz"): HPZ,
-    ("refused_in_a_window", "hpz"): HPZ,
     ("given_where_one_came_earlier", "bf16_fp32_sums"): BY_HAND,
 }
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from tests.harness import models
@@ -92,15 +91,3 @@ def window_over_one_forward(trainer: Any, step: int) -> None:
             first, second = both_losses(trainer, step, micro)
             trainer.backward(first, retain_graph=True)
             trainer.backward(second)
-
-
-@script(ALL_RIGHT, at_rest=False)
-def refused_in_a_window(trainer: Any, step: int) -> None:
-    """A program that goes on where a block refuses a step, and a block, by upstream's texts."""
-    with trainer.window():
-        trainer.backward(loss_of(trainer, step))
-        if trainer.is_engine:
-            with pytest.raises(AssertionError, match="no_sync"):
-                trainer.step()
-            with pytest.raises(AssertionError, match="nested"), trainer.window():
-                pass

@@ -1,1 +1,1 @@
-"""Parts of a step, as plain PyTorch sees it: the graph task, and what is attached."""
+"""Parts of a step: graph tasks, the order in which ranks reduce, and ranks that wait."""

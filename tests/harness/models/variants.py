@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.harness.models.shapes import (
-    VOCABULARY,
     WIDTH,
     Block,
     Losses,
@@ -73,24 +72,6 @@ class Heads:
 class InADataclass(TwoHeads):
     def forward(self, tokens: Tensor) -> Heads:  # type: ignore[override]
         return Heads(*self.heads(self.trunk(tokens)))
-
-
-class SmallLlama(nn.Module):
-    """A Llama of transformers, whose outputs are a class of their own, or a tuple."""
-
-    def __init__(self) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        super().__init__()
-        sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "vocab_size": VOCABULARY}
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
-        self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
-
-    def forward(self, tokens: Tensor, as_a_tuple: bool = False) -> Any:
-        ids = tokens[None]
-        return self.model(
-            ids, labels=ids, output_hidden_states=True, use_cache=False, return_dict=not as_a_tuple
-        )
 
 
 class Either(nn.Module):
