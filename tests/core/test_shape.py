@@ -54,7 +54,7 @@ def digest(source: str) -> str:
     ],
 )
 def test_behaviour_is_shape_and_words_and_layout_are_not(old: str, new: str, same: bool) -> None:
-    """Of a method."""
+    """Methods, here."""
     before, after = (
         f"class C:\n{textwrap.indent(text, '    ')}" for text in (BASE, fake.edited(BASE, old, new))
     )

@@ -112,10 +112,11 @@ def apply(module: nn.Module) -> None:
 
 
 class Applied(Scaled):
-    """As transformers' models initialise their weights."""
+    """As transformers' models initialise their weights; a part has no dimensions, and rests."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.part = Scaled()
         self.apply(apply)
 
 
