@@ -19,6 +19,8 @@ def test_an_engine_that_the_collector_does_not_tell_of() -> None:
     """The program has called ``gc.freeze()``: the optimizer is found as it steps, and let go."""
     with engine_on_streams("several") as engine:
         before, attributes = {*vars(engine.optimizer)}, []
+        with applied("stream_safety"):
+            assert "average_tensor" in vars(engine.optimizer)
         gc.freeze()
         for change in (ds_patches.apply, ds_patches.unapply):
             change("stream_safety")

@@ -19,6 +19,7 @@ from tests.harness.run import applied, run
 from tests.harness.trainers import engine_trainer
 from tests.scripts import law, ordinary, windows
 from tests.scripts.declared import RIGHT, Script, scripts
+from tests.scripts.evaluating import without_hooks
 from tests.scripts.worlds import PATCHED, prepare, train
 from tests.world import on_ranks
 
@@ -90,9 +91,9 @@ class Peeking(TwoHeads):
 
 
 def peeks(trainer: Any, step: int) -> None:
-    """Weights are read and written between a forward and the step."""
+    """Weights are read and written between a forward and the step; hooks are removed and added."""
     loss = loss_of(trainer, step)
-    with trainer.gathered([trainer.module.classify.bias]):
+    with trainer.gathered([trainer.module.classify.bias]), without_hooks(trainer):
         pass
     trainer.backward(loss)
     with trainer.gathered(trainer.module.blocks.parameters()):
