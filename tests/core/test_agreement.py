@@ -3,11 +3,11 @@
 import json
 import logging
 import re
-import socket
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -17,8 +17,7 @@ from ds_patches.core import agreement, gate, live, registry
 from tests.harness.run import applied
 from tests.harness.trainers import engine_of
 from tests.listening import listening
-from tests.shell import python
-from tests.world import World
+from tests.world import World, on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -104,61 +103,40 @@ def test_a_rank_that_has_another_patch_says_why(world: World, name: str) -> None
         assert "did not post" not in error
 
 
-#: A program builds engines with every patch.
-ENGINE = """
-import os, time
-import deepspeed, deepspeed.ops, torch, torch.distributed as dist, ds_patches
-from ds_patches.core import agreement
-from tests.harness.options import config
-
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled: a minute
-ds_patches.apply_all()
-
-def engine(stage):
-    net = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    return deepspeed.initialize(model=net, optimizer=optimizer, config=config(stage))[0]
-"""
-FAKE = """
-from torch.testing._internal.distributed.fake_pg import FakeStore
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-for stage in (1, 3):
-    built = engine(stage)
-    built.backward(built(torch.ones(1, 4)).sum())
-    built.step()
-"""
+def no_store() -> None:
+    """As of PyTorch's fake process group."""
+    with mock.patch.object(dist, "get_backend", return_value="fake"):
+        assert store_as_it_is() is None
 
 
-@pytest.mark.exhaustive
-def test_a_fake_process_group_has_nobody_to_compare_with() -> None:
-    done = python("-c", ENGINE + FAKE, variables={"LOCAL_RANK": "0"})
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("has no store, so the patches of its ranks are not compared") == 1
-    assert done.stderr.count(" live\n") == 2
+def store_of_a_rank_that_has_ended() -> dist.TCPStore:
+    host = "127.0.0.1"
+    server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return dist.TCPStore(host, server.port, is_master=False)
 
 
-ENDS = """
-first, compare = os.environ["RANK"] == "0", agreement.compare
-# Is gone before the other asks.
-agreement.compare = lambda *given: (time.sleep(2 * (not first)), compare(*given))
-engine(1)
-if not first:
-    print("trained on", flush=True)
-os._exit(0)
-"""
+store_as_it_is = agreement.store
 
 
-@pytest.mark.exhaustive
-def test_a_rank_that_ends_early_takes_no_other_with_it() -> None:
-    """The rank that ends has the store, as without torchrun."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    world = {**address, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    with ThreadPoolExecutor(2) as pool:
-        each = ({**world, "RANK": rank} for rank in "01")
-        _, second = pool.map(lambda rank: python("-c", ENGINE + ENDS, variables=rank), each)
-    assert "trained on" in second.stdout, second.stderr[-2000:]
+@on_ranks
+@pytest.mark.parametrize(
+    ("store", "words"),
+    [
+        (no_store, ["has no store, so the patches of its ranks are not compared"]),
+        (store_of_a_rank_that_has_ended, ["are not compared, since one has ended"] * 2),
+    ],
+)
+def test_ranks_that_cannot_be_compared(
+    name: str, store: Callable[[], Any], words: list[str]
+) -> None:
+    with impatient() as monkeypatch, listening(logging.INFO) as heard:
+        monkeypatch.setattr(agreement, "store", store)
+        ds_patches.apply(name)
+        assert engine_of(stage=1)
+        assert engine_of(stage=3)
+    lines = [line for line in heard if "not compared" in line]
+    assert len(lines) == len(words)
+    assert all(text in line for text, line in zip(words, lines, strict=True)), lines
 
 
 def test_patches_that_change_no_collective_may_differ(name: str) -> None:

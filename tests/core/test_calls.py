@@ -1,5 +1,6 @@
 """The arguments of a call, and attributes that read otherwise for a while."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,8 @@ def test_attributes_are_put_back_also_after_an_exception() -> None:
     owner = SimpleNamespace(one=1, two=2)
     with meanwhile(owner, one=None, two=3):
         assert vars(owner) == {"one": None, "two": 3}
-    assert vars(owner) == {"one": 1, "two": 2}
     with pytest.raises(KeyError), meanwhile(owner, one=2):
         raise KeyError
-    with pytest.raises(AttributeError), meanwhile(owner, one=2, other=3):
-        pass
     assert vars(owner) == {"one": 1, "two": 2}
 
 
@@ -47,18 +45,6 @@ WEIGH = Scales().weigh
         (of_a_module, (), {"right": 3, "left": 1}, (1, 3)),
         (of_a_module, (1,), {}, (1,)),
         (by_name, (1,), {}, (1,)),
-    ],
-)
-def test_arguments_have_the_order_of_the_original(
-    function: Any, args: tuple[int, ...], kwargs: dict[str, Any], expected: Any
-) -> None:
-    around = wrapt.FunctionWrapper(function, lambda wrapped, _, args, kwargs: None)
-    assert in_order(function, args, kwargs) == in_order(around, args, kwargs) == expected
-
-
-@pytest.mark.parametrize(
-    ("function", "args", "kwargs", "message"),
-    [
         *((WEIGH, args, {}, r"weigh\(\) .*(left|many)") for args in ((), (1, 2, 3, 4, 5))),
         *((WEIGH, (1, *more), {"left": 2}, r"weigh\(\) .*left") for more in ((), (2,))),
         (WEIGH, (1, 2), {"no": 1}, r"weigh\(\) .*no"),
@@ -66,8 +52,11 @@ def test_arguments_have_the_order_of_the_original(
         (by_name, (1,), {"unit": "g"}, "unit only by name"),
     ],
 )
-def test_arguments_that_do_not_fit_are_an_error(
-    function: Any, args: tuple[int, ...], kwargs: dict[str, Any], message: str
+def test_arguments_have_the_order_of_the_original(
+    function: Any, args: tuple[int, ...], kwargs: dict[str, Any], expected: Any
 ) -> None:
-    with pytest.raises(TypeError, match=message):
-        in_order(function, args, kwargs)
+    """Expected: the arguments, or the words of a TypeError."""
+    around = wrapt.FunctionWrapper(function, lambda wrapped, _, args, kwargs: None)
+    is_error = isinstance(expected, str)
+    with pytest.raises(TypeError, match=expected) if is_error else nullcontext():
+        assert in_order(function, args, kwargs) == in_order(around, args, kwargs) == expected

@@ -1,14 +1,12 @@
 """A wrapper is met in whatever way its function is called, eagerly and where Dynamo traces it."""
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import wrapt
 
 from ds_patches.core import live
 from ds_patches.core.layer import Layer
@@ -108,33 +106,3 @@ def test_a_bound_method_that_somebody_holds_sees_the_switch() -> None:
         assert held.__func__ is Thing.method is layer.installed
         with pytest.raises(TypeError, match="missing 1 required positional argument"):
             Thing.method()
-
-
-def test_what_lies_beneath_is_bound_as_it_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second library's wrapt proxy is told the instance."""
-    instances: list[Any] = []
-
-    def theirs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        instances.append(instance)
-        return wrapped(*args, **kwargs)
-
-    monkeypatch.setattr(Thing, "method", wrapt.FunctionWrapper(Thing.method, theirs))
-    with wrapped():
-        assert THING.method(1) == 20
-    assert instances == [THING]
-
-
-def test_a_wrapper_costs_two_calls_of_python() -> None:
-    """Its binding, and what is around the function; about a microsecond."""
-    called: list[str] = []
-
-    def record(frame: Any, event: str, _: Any) -> None:
-        called.extend([frame.f_code.co_name] * (event == "call"))
-
-    with wrapped() as layer:
-        for on in (True, False):
-            layer.on[:] = [True] * on
-            sys.setprofile(record)
-            THING.method(1)
-            sys.setprofile(None)
-    assert called == ["__get__", "<lambda>", "method", "__get__", "method"]

@@ -49,7 +49,7 @@ def test_both_or_neither(
 
 
 def test_what_is_taken_back_with_what(both: fake.Place) -> None:
-    """The required patch is taken back last."""
+    """The required patch is taken back last; both wrap the same functions."""
     code = """
 for call, name, states in (
     ("apply", "lower", "applied ready"),
@@ -60,6 +60,7 @@ for call, name, states in (
 ):
     getattr(ds_patches, call)(name)
     assert fake.states("lower", "upper") == states.split(), (call, name)
+    assert fake.depth() == states.count("applied"), (call, name)
 """
     both.run(code)
 

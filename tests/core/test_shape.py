@@ -53,13 +53,11 @@ def digest(source: str) -> str:
         ("is None", "is not None", False),
     ],
 )
-@pytest.mark.parametrize("inside", [False, True], ids=["", "of a method"])
-def test_behaviour_is_shape_and_words_and_layout_are_not(
-    old: str, new: str, same: bool, inside: bool
-) -> None:
-    before, after = BASE, fake.edited(BASE, old, new)
-    if inside:
-        before, after = (f"class C:\n{textwrap.indent(text, '    ')}" for text in (before, after))
+def test_behaviour_is_shape_and_words_and_layout_are_not(old: str, new: str, same: bool) -> None:
+    """Methods, here."""
+    before, after = (
+        f"class C:\n{textwrap.indent(text, '    ')}" for text in (BASE, fake.edited(BASE, old, new))
+    )
     assert (digest(after) == digest(before)) is same
 
 

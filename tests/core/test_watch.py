@@ -1,14 +1,13 @@
 """Functions in the place of a wrapped method: the status has them, the log once."""
 
 import functools
-from types import MethodType
 from typing import Any
 
 import pytest
 import wrapt
 
 import ds_patches
-from ds_patches.core import engines, gate, live, registry
+from ds_patches.core import engines, gate, registry
 from tests.harness.run import applied
 from tests.harness.trainers import engine_of
 from tests.listening import listening
@@ -75,46 +74,3 @@ def test_engines_of_every_class_are_found_and_nothing_that_stands_for_one() -> N
     assert isinstance(proxy, DeepSpeedEngine)
     new = [id(engine) for engine in engines.built() if id(engine) not in before]
     assert sorted(new) == sorted(map(id, made))
-
-
-@on_ranks
-def test_an_engine_that_failed_stops_no_patch() -> None:
-    """Its construction raised, and the traceback holds it."""
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    with pytest.raises(AttributeError) as raised:
-        DeepSpeedEngine(None, None)
-    try:
-        statuses = ds_patches.apply_all(only=ds_patches.names()).values()
-        assert {s.state.value for s in statuses if not s.live} <= {"out of range"}
-    finally:
-        ds_patches.unapply_all()
-        del raised
-
-
-# --- What lies beneath, and where it comes from ---------------------------------------------------
-
-
-def ours(*args: Any) -> None:
-    """Stands for our wrapper."""
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        functools.partial(ours),
-        theirs(ours, says_so=True),
-        MethodType(ours, object()),
-        wrapt.FunctionWrapper(ours, lambda wrapped, _, args, kwargs: wrapped(*args)),
-    ],
-)
-def test_a_value_is_named_by_the_code_that_runs(value: Any) -> None:
-    assert "test_watch.py" in live.origin(value)
-
-
-def test_an_object_that_answers_to_every_name_has_an_end() -> None:
-    class Anything:
-        def __getattr__(self, name: str) -> Any:
-            return Anything()
-
-    assert isinstance(live.innermost(Anything()), Anything)

@@ -32,25 +32,19 @@ def passing(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
 
 #: What is asked of a function of a module, of a method of a class, and of an instance's.
 ASKED: dict[str, Callable[[Any], Any]] = {
-    "signature": lambda f: str(inspect.signature(f)),
     "hints": typing.get_type_hints,
     "is a function": inspect.isfunction,
     "is a method": inspect.ismethod,
-    "is a routine": inspect.isroutine,
     "source": inspect.getsource,
-    "file": inspect.getsourcefile,
-    "doc": inspect.getdoc,
     "name": lambda f: (f.__name__, f.__qualname__, f.__module__),
     "equal": lambda f: (f == f, hash(f) == hash(f), len({f, f})),
     "weakly": lambda f: weakref.ref(f)() is not None or inspect.ismethod(f),
     "wraps": lambda f: (functools.wraps(f)(lambda: 0).__name__, f(2, by=3)),
     "pickle": lambda f: pickle.dumps(f, 4),
-    "unpickled": lambda f: pickle.loads(pickle.dumps(f))(2, by=3),
     "pickle of a partial": lambda f: pickle.dumps(functools.partial(f, 2), 4),
     "same": lambda f: (copy.copy(f) == f, type(copy.deepcopy([f])[0](2))),
     "deep": lambda f: inspect.ismethod(f) or copy.deepcopy({"at": f})["at"] is f,
     "of another": lambda f: inspect.ismethod(f) and copy.deepcopy(f).__self__ is not f.__self__,
-    "partial": lambda f: copy.deepcopy(functools.partial(f, 2))(by=3),
 }
 HERE, SHEET = sys.modules[__name__], Sheet()
 #: By who has the wrapper, and how the function is asked for.

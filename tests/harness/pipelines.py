@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -12,9 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import ds_patches
 from tests.harness import Options, Outcome, Parameters, applied, listening, worst_difference
-from tests.harness.surroundings import RATE, half_precision_allowed, streams
+from tests.harness.surroundings import RATE, half_precision_allowed
 
 WIDTH, ROWS = 8, 6
 
@@ -23,22 +21,14 @@ WIDTH, ROWS = 8, 6
 class Pipeline(Options):
     """The options of one training. `stage` is ZeRO's, and `stages` are the pipeline's.
 
-    tied: the first layer's weight is the last one's too. pair: each layer hands on two tensors.
-    checkpointing: each layer is computed again in the backward.
+    pair: each layer hands on two tensors.
     """
 
     stage: int = 0
     micro_steps: int = 4
     steps: int = 4
     stages: int = 2
-    tied: bool = False
     pair: bool = False
-    checkpointing: bool = False
-
-    @property
-    def config(self) -> dict[str, Any]:
-        more = {"pipeline": {"activation_checkpoint_interval": 1}} if self.checkpointing else {}
-        return {**super().config, **more}
 
 
 @dataclass
@@ -81,10 +71,7 @@ def batch(step: int, rank: int, micro: int, dtype: Any) -> tuple[Tensor, Tensor]
 
 def plainly(options: Pipeline, ranks: int) -> tuple[Parameters, list[float]]:
     """The names of a pipeline's parameters, as they are after all steps; and each step's loss."""
-    layers = layers_of(options)
-    if options.tied:
-        layers[-1] = layers[0]
-    model = nn.Sequential(*layers)
+    model = nn.Sequential(*layers_of(options))
     params = list(model.parameters())
     masters = [param.detach().float().clone() for param in params]
     optimizer, losses = torch.optim.SGD(masters, lr=RATE), []
@@ -103,49 +90,22 @@ def plainly(options: Pipeline, ranks: int) -> tuple[Parameters, list[float]]:
         optimizer.step()
         for param, master in zip(params, masters, strict=True):
             param.data.copy_(master)
-    return named(layers, options.tied), losses
+    return named(model), losses
 
 
-def named(layers: Sequence[nn.Module], tied: bool) -> Parameters:
-    params = {}
-    for index, layer in enumerate(layers):
-        for name, param in layer.named_parameters():
-            prefix = "tied_modules.ends" if tied and index in (0, len(layers) - 1) else str(index)
-            params[f"{prefix}.{name}"] = param.detach().float().clone()
-    return params
+def named(model: nn.Module) -> Parameters:
+    return {name: param.detach().float().clone() for name, param in model.named_parameters()}
 
 
 def build(options: Pipeline) -> Any:
     import deepspeed
-    from deepspeed.pipe import PipelineModule, TiedLayerSpec
+    from deepspeed.pipe import PipelineModule
 
-    layers: list[Any] = [*layers_of(options)]
-    if options.tied:  # both are built of one, as DeepSpeed wants it
-        ends = TiedLayerSpec("ends", Copied, layers[0], tied_weight_attr=["weight", "bias"])
-        layers[0] = layers[-1] = ends
-    module = PipelineModule(
-        layers=layers, num_stages=options.stages, loss_fn=loss_of, partition_method="uniform"
-    )
+    how = {"num_stages": options.stages, "loss_fn": loss_of, "partition_method": "uniform"}
+    module = PipelineModule(layers=layers_of(options), **how)
     optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=options.config)
     return engine
-
-
-class Copied(Block):
-    """A copy of a block, with its weights under other names, which is how tied layers are found."""
-
-    def __init__(self, block: Block) -> None:
-        nn.Module.__init__(self)
-        copy = deepcopy(block)
-        self.linear, self.pair = copy.linear, copy.pair
-
-    @property
-    def weight(self) -> nn.Parameter:
-        return self.linear.weight
-
-    @property
-    def bias(self) -> nn.Parameter:
-        return self.linear.bias
 
 
 def batches(options: Pipeline, engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -166,13 +126,6 @@ def train_and_evaluate(options: Pipeline, engine: Any) -> list[float]:
     return losses
 
 
-def train_and_unapply(options: Pipeline, engine: Any) -> list[float]:
-    losses = train(options, engine, range(options.steps - 1))
-    ds_patches.unapply_all()
-    engine.eval_batch(batches(options, engine, 9))
-    return losses + train(options, engine, [options.steps - 1])
-
-
 def run(
     options: Pipeline, *patches: str, script: Callable[[Pipeline, Any], list[float]] = train
 ) -> Trained:
@@ -181,14 +134,12 @@ def run(
 
     outcome = Trained(tolerance=max(options.tolerance, 2e-6))
     expected, outcome.expected = plainly(options, dist.get_world_size() // options.stages)
-    start = named(layers_of(options), options.tied)
+    start = named(nn.Sequential(*layers_of(options)))
     with ExitStack() as stack:
         # The grid of a pipeline, which DeepSpeed keeps for all engines that come.
         stack.callback(setattr, groups, "mpu", None)
         if options.dtype == "float16":
             stack.enter_context(half_precision_allowed())
-        if options.checkpointing:
-            stack.enter_context(streams())
         outcome.said = stack.enter_context(listening())
         try:
             with applied(*patches):
@@ -197,7 +148,7 @@ def run(
         except Exception as error:
             outcome.error = f"{type(error).__name__}: {error}"
             return outcome
-    ends = {name: p.detach().float() for name, p in engine.module.named_parameters()}
+    ends = named(engine.module)
     own = {name: expected[name] for name in ends}
     outcome.difference, outcome.where = worst_difference(ends, own)
     outcome.moved = worst_difference(own, {name: start[name] for name in ends})[0]

@@ -13,7 +13,7 @@ import pytest
 #: Cases of a test that are quick, where the core has no more.
 FEW = 2
 #: The fixtures whose tests start processes, or run on ranks.
-WORLDS = ("world", "worlds", "fresh_world", "without", "three", "four")
+WORLDS = ("world", "worlds", "fresh_world", "three", "four")
 INTERPRETERS = ("environment", "own", "installed", "hooked", "place")
 STARTING = frozenset((*WORLDS, *INTERPRETERS))
 

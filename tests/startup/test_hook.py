@@ -99,32 +99,6 @@ def test_what_is_wanted_is_live(hooked: Hooked, flags: dict[str, str], expected:
     assert "hook: none" not in printed
 
 
-CHILDREN = """
-import multiprocessing, subprocess, sys
-
-def child(queue):
-    import deepspeed, ds_patches
-    queue.put(ds_patches.status()["sample"].state.value)
-
-if __name__ == "__main__":
-    for method in ("spawn", "fork", "forkserver"):
-        context = multiprocessing.get_context(method)
-        queue = context.Queue()
-        process = context.Process(target=child, args=(queue,))
-        process.start()
-        print(method, queue.get(timeout=20))
-        process.join()
-    print(subprocess.check_output([sys.executable, "-c", sys.argv[1]], text=True))
-"""
-
-
-def test_children_stay_patched(hooked: Hooked, tmp_path: Path) -> None:
-    script = fake.write(tmp_path / "parent.py", CHILDREN)
-    place, path = hooked
-    printed = place.start(script, BEFORE_AND_AFTER, path=path, **WANTED).stdout
-    assert printed == f"spawn applied\nfork applied\nforkserver applied\n{LIVE}\n"
-
-
 def test_hooks_that_are_there_twice_act_once(installed: Environment, tmp_path: Path) -> None:
     """In site-packages, on the path, and there again, also by another name."""
     (tmp_path / "ds_patches").symlink_to(installed.package)

@@ -8,7 +8,7 @@ from tests.startup.environment import WANTED, Environment
 
 #: Counts how often the end of an import was seen.
 COUNT = """
-import importlib, importlib.util, inspect, os, sys, types
+import importlib, importlib.util, inspect, os, sys
 from importlib.machinery import SourceFileLoader
 
 ends = 0
@@ -69,21 +69,6 @@ del sys.modules["deepspeed"]
 sys.path[0] = ""
 import deepspeed
 assert ends == 1
-""",
-    # One asks Python, and hands on what it got; one is of Python 3.3.
-    "beside other finders": """
-under_way = []
-
-def find_spec(name, path=None, target=None):
-    if name != "deepspeed" or under_way:
-        return None
-    under_way.append(name)
-    return importlib.util.find_spec(name)
-
-of_old = types.SimpleNamespace(find_module=lambda name, path=None: None)
-sys.meta_path[:0] = [of_old, types.SimpleNamespace(find_spec=find_spec)]
-import deepspeed
-assert (under_way, ends) == (["deepspeed"], 1)
 """,
     # Tracing libraries use them; they put a proxy around the loader.
     "beside wrapt's import hooks": """

@@ -64,11 +64,6 @@ def retained(trainer: Any, step: int) -> None:
     trainer.backward(out.abs().mean())
 
 
-def unmanaged(trainer: Any, step: int) -> None:
-    """Three backwards and a step that comes when it comes."""
-    three_backwards(trainer, step)
-
-
 def on_a_side_stream(device: Device, engine: Any) -> Any:
     side = Stream(name="side")
     side.wait_stream(device.default)

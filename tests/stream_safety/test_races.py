@@ -146,12 +146,4 @@ def test_no_race_beside(world: World, patch: str, stage: int, around: str) -> No
 def test_a_step_that_no_backward_knew_of(world: World) -> None:
     """``"managed_gradient_accumulation": false``: it is the program that says when to step."""
     settings = {"managed_gradient_accumulation": False, **NO_TIMER}
-    clean(world, 2, script=on_streams.unmanaged, settings=settings)
-
-
-@pytest.mark.parametrize("micro_steps", [1, 3])
-def test_a_backward_in_parts(world: World, micro_steps: int) -> None:
-    """Checkpointing that is reentrant ends a backward in each of them, from 0.18.5 on."""
-    options = {"around": "checkpoints", "settings": FP32_SUMS, "micro_steps": micro_steps}
-    stock, patched = world.run(on_streams.train, 2, **options), clean(world, 2, **options)
-    assert [outcome.difference for outcome in patched] == [outcome.difference for outcome in stock]
+    clean(world, 2, script=on_streams.three_backwards, settings=settings)

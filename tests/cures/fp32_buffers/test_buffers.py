@@ -1,6 +1,5 @@
 """Buffers of a model of our own: what the engine and `zero.Init` leave of them."""
 
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -112,9 +111,6 @@ def differing(options: Options, *patches: str) -> tuple[list[str], list[str]]:
 )
 def test_buffers_stay(world: World, stage: int, dtype: str, offload: tuple[str, ...]) -> None:
     options = Options(stage, dtype=dtype, offload=offload)
-    if ENGINE_CASTS:
-        for wrong, _ in world.run(differing, options):
-            assert {"table", "bias", "exact", "inner.part"} <= {*wrong}
     (wrong, warnings), (other, silent) = world.run(differing, options, *FP32)
     assert wrong == other == silent == []
     assert len(warnings) == ENGINE_CASTS
@@ -178,22 +174,3 @@ def in_init(dtype: str, *patches: str) -> tuple[dict[str, Any], dict[str, Any], 
         trained(model, options)
         assert all(param.dtype == options.torch_dtype for param in weights(model).values())
         return buffers(model), params, warnings
-
-
-@on_ranks
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("patches", [FP32, ()], ids=str)
-def test_checkpoints(tmp_path: Path, stage: int, patches: tuple[str, ...]) -> None:
-    """The values are the checkpoint's, be it stock's."""
-    wanted, options = buffers(Tables()), Options(stage, dtype=HALF)
-    with applied(*patches):
-        trained(Tables(), options).save_checkpoint(str(tmp_path))
-    with applied(*FP32):
-        model = Tables()
-        model.bias.zero_()
-        build_engine(model, options.config).load_checkpoint(str(tmp_path))
-    loaded = buffers(model)
-    wrong = same(loaded, wanted)
-    assert ("bias" in wrong) == (not patches and ENGINE_CASTS)
-    assert "table" not in wrong
-    assert all(loaded[name].dtype == buffer.dtype for name, buffer in wanted.items())

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.harness import EngineTrainer, applied, build_engine, check, parameters, run, stock
+from tests.harness import EngineTrainer, applied, build_engine, check, parameters, stock
 from tests.harness.models import TwoHeads, loss_of
 from tests.harness.models.shapes import WIDTH
-from tests.harness.options import BF16, FP16, OFFLOADED, OFFLOADED_ALL, PERSISTENT, Given, Options
+from tests.harness.options import BF16, OFFLOADED, PERSISTENT, Given, Options
 from tests.scripts.ordinary import micro_steps
 from tests.world import World, on_ranks
 
@@ -30,43 +30,11 @@ class Scaled(TwoHeads):
         return self.heads(self.trunk(tokens) * self.scale.exp() / self.frozen)
 
 
-class Turned(TwoHeads):
-    """Weights in the order of another library's checkpoints, and convolutions in channels_last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        weight = self.classify.weight.data
-        self.classify.weight = nn.Parameter(weight.t().contiguous().t())
-        images = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 2, 1), nn.Conv2d(2, 1, 3, padding=1)
-        self.images = nn.Sequential(*images).to(memory_format=torch.channels_last)
-        self.along = nn.Conv1d(1, 1, 3, padding=1)
-        self.along.weight = nn.Parameter(torch.full((3, 1, 1), 0.1).permute(2, 1, 0))
-        self.part = nn.Parameter(torch.full((WIDTH, 4), 0.01)[:, 1:3])
-
-    def forward(self, tokens: Tensor) -> Any:
-        x = self.trunk(tokens)
-        x = x + self.images(x.view(-1, 1, 4, 4)).flatten(1) + self.along(x[:, None])[:, 0]
-        return self.heads(x + (x @ self.part).sum(1, keepdim=True))
-
-
-#: fp16 is sent as bf16 is; parameters offloaded or kept gathered are what stage 3 alone has.
-MORE = [{}, BF16, OFFLOADED]
-FURTHER = [FP16, OFFLOADED_ALL, {"zero": PERSISTENT}]
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    "more",
-    [*MORE, *(pytest.param(more, marks=pytest.mark.exhaustive) for more in FURTHER)],
-    ids=str,
-)
-@pytest.mark.parametrize("model", [Scaled, Turned])
-def test_training(world: World, model: Any, stage: int, more: Given) -> None:
-    options = Options(stage, model=model, micro_steps=2, **more)
-    for outcome in world.run(run, micro_steps, options):
-        assert "to view" in outcome.error
-    others = ["accumulation"] + ["half_without_zero"] * (stage == 0 and more == FP16)
-    check(world, micro_steps, options, PATCH, *others)
+@pytest.mark.parametrize("more", [{}, BF16, OFFLOADED], ids=str)
+def test_training(world: World, stage: int, more: Given) -> None:
+    options = Options(stage, model=Scaled, micro_steps=2, **more)
+    check(world, micro_steps, options, PATCH, "accumulation")
 
 
 class Layouts(nn.Module):
@@ -144,67 +112,46 @@ def apply(module: nn.Module) -> None:
 
 
 class Applied(Scaled):
-    """As transformers' models initialise their weights."""
+    """As transformers' models initialise their weights; a part has no dimensions, and rests."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.part = Scaled()
         self.apply(apply)
 
 
-@on_ranks
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_experts(ranks: int) -> None:
-    """Each is sent to the ranks that have it."""
-    from deepspeed.moe.layer import MoE
-
-    torch.manual_seed(dist.get_rank())
-    expert = nn.Linear(WIDTH, WIDTH)
-    expert.scale = nn.Parameter(torch.tensor(1.0 + dist.get_rank()))
-    model = nn.Sequential(MoE(WIDTH, expert, num_experts=2, ep_size=ranks))
-    with applied(PATCH):
-        build_engine(model, Options(0).config)
-    scales = {value.item() for name, value in parameters(model).items() if "scale" in name}
-    assert scales == {1.0 + dist.get_rank() * (ranks == 2)}
-
-
-def in_init(kind: Any, options: Options, *patches: str) -> str:
+def in_init(kind: Any, options: Options) -> None:
     """A model made in `zero.Init`, of other values on each rank; gathered, changed and trained."""
     import deepspeed
     from deepspeed.runtime.zero import GatheredParameters
 
     torch.manual_seed(dist.get_rank())
-    with applied(*patches):
-        try:
-            with deepspeed.zero.Init(config_dict_or_path=options.config):
-                model = kind()
-            own = nn.Module.apply
-            assert {p.numel() for p in model.parameters()} == {0}
-            gathered = parameters(model)
-            for name, value in gathered.items():
-                wanted = value.clone()
-                dist.broadcast(wanted, 0)
-                assert wanted.equal(value), name
-                assert kind is not Applied or value.eq(1.0).all(), name
-            params = [*model.parameters()]
-            with GatheredParameters(params, modifier_rank=1):
-                shapes = [p.shape for p in params]
-                for param in params:
-                    param.data.fill_(0.1 * dist.get_rank())
-            assert shapes == [p.ds_shape for p in params]
-            assert all(
-                bool((value - 0.1).abs().max() < 1e-3) for value in parameters(model).values()
-            )
-            trainer = EngineTrainer(build_engine(model, options.config), options)
-            trainer.backward(loss_of(trainer, 0))
-            trainer.step()
-            assert nn.Module.apply is own
-        except RuntimeError as error:
-            return str(error)
-    return ""
+    with applied(PATCH):
+        with deepspeed.zero.Init(config_dict_or_path=options.config):
+            model = kind()
+        own = nn.Module.apply
+        assert {p.numel() for p in model.parameters()} == {0}
+        gathered = parameters(model)
+        for name, value in gathered.items():
+            wanted = value.clone()
+            dist.broadcast(wanted, 0)
+            assert wanted.equal(value), name
+            assert kind is not Applied or value.eq(1.0).all(), name
+        params = [*model.parameters()]
+        with GatheredParameters(params, modifier_rank=1):
+            shapes = [p.shape for p in params]
+            for param in params:
+                param.data.fill_(0.1 * dist.get_rank())
+        assert shapes == [p.ds_shape for p in params]
+        for name, value in parameters(model).items():
+            assert (value - 0.1).abs().max() < 1e-3, name
+        trainer = EngineTrainer(build_engine(model, options.config), options)
+        trainer.backward(loss_of(trainer, 0))
+        trainer.step()
+        assert nn.Module.apply is own
 
 
 @pytest.mark.parametrize("more", [{}, BF16, {"zero": PERSISTENT}], ids=str)
 @pytest.mark.parametrize("kind", [Scaled, Transposed, Applied])
 def test_zero_init(world: World, kind: Any, more: Given) -> None:
-    assert all("to view" in error for error in world.run(in_init, kind, Options(3, **more)))
-    assert world.run(in_init, kind, Options(3, **more), PATCH) == ["", ""]
+    world.run(in_init, kind, Options(3, **more))

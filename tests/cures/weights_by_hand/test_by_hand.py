@@ -1,6 +1,5 @@
 """Weights that a script changes itself, between steps: they are what the next step begins with."""
 
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,11 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from ds_patches.upstream import classes
-from tests.harness import Case, World, applied, at, cases, checked, models, of, run, stock, trains
+from tests.harness import Case, applied, at, cases, models, of, stock, trains
 from tests.harness.models import loss_of
 from tests.harness.options import ADAM, BF16, BF16_SUMS, FP16, OFFLOADED, OFFLOADED_ALL, PERSISTENT
 from tests.harness.surroundings import build_engine
 from tests.harness.trainers import EngineTrainer
-from tests.scripts.ordinary import one_backward
 from tests.world import on_ranks
 
 PATCH = "weights_by_hand"
@@ -48,20 +46,21 @@ def changed(trainer: Any, module: Any = None) -> Any:
     return GatheredParameters(params, modifier_rank=0, enabled=enabled)
 
 
-@trains(PATCH, *ROWS)
-def test_clamped(trainer: Any, step: int) -> None:
-    """A WGAN's, before each backward."""
-    with changed(trainer), torch.no_grad():
-        for param in trainer.module.parameters():
-            param.clamp_(-0.2, 0.2)
-    trainer.backward(loss_of(trainer, step))
+FP16_ROWS = beside_others(0, 1, 3, **FP16, core={0}), beside_others(0, **FP16, fused=True)
 
 
-@trains(PATCH, *ROWS)
-def test_initialised_anew(trainer: Any, step: int) -> None:
-    """A head, after a backward: its step begins with that."""
+@trains(PATCH, *ROWS, *FP16_ROWS)
+def test_between_steps(trainer: Any, step: int) -> None:
+    """All loaded before the first step; a WGAN's clamped; a head initialised after a backward."""
+    if step < 2:
+        with changed(trainer), torch.no_grad():
+            for param in trainer.module.parameters():
+                if step:
+                    param.clamp_(-0.2, 0.2)
+                else:
+                    param.mul_(0.5)
     trainer.backward(loss_of(trainer, step))
-    if step == 1:
+    if step == 2:
         with changed(trainer, head := trainer.module.rebuild):
             for param in head.parameters():
                 nn.init.constant_(param, 0.125)
@@ -81,28 +80,6 @@ def test_perturbed(trainer: Any, step: int) -> None:
                 param.add_(0.05, alpha=sign)
         if sign > 0:
             trainer.backward(loss_of(trainer, step))
-
-
-def loaded(trainer: Any) -> None:
-    """All weights, before the first step."""
-    with changed(trainer):
-        state = trainer.module.state_dict()
-        trainer.module.load_state_dict({name: weight * 0.5 for name, weight in state.items()})
-    one_backward(trainer)
-
-
-FP16_ROWS = beside_others(0, 1, 3, **FP16, core={0}), beside_others(0, **FP16, fused=True)
-CASES = [*chain.from_iterable(row(PATCH, loaded) for row in ROWS)]
-
-
-test_loaded = checked(CASES, *(row(PATCH, loaded) for row in FP16_ROWS))
-
-
-@cases(CASES)
-def test_stock_steps_from_what_was_there_before(world: World, case: Case) -> None:
-    for outcome in world.run(run, case.script, case.options):
-        assert not outcome.error
-        assert outcome.difference > 0.1, outcome
 
 
 @trains(
@@ -129,18 +106,6 @@ def copies(trainer: EngineTrainer) -> list[Tensor]:
     return [safe_get_full_fp32_param(param) for param in trainer.module.parameters()]
 
 
-def swapped(trainer: EngineTrainer) -> None:
-    """Averaged weights, for an evaluation."""
-    params = [*trainer.module.parameters()]
-    with changed(trainer), torch.no_grad():
-        own = [param.clone() for param in params]
-        for param in params:
-            param.mul_(0.5)
-    with changed(trainer), torch.no_grad():
-        for param, value in zip(params, own, strict=True):
-            param.copy_(value)
-
-
 @torch.no_grad()
 def there_and_back(trainer: EngineTrainer) -> None:
     """A perturbation that is added and subtracted, as SAM's: bf16 rounds on both ways."""
@@ -161,23 +126,11 @@ def resumed(trainer: EngineTrainer) -> None:
     trainer.load()
 
 
-def ordinary(trainer: EngineTrainer) -> None:
-    """Nothing."""
-
-
 BOTH = [stock.since("0.19.8", "offload_states() of ZeRO-1 and ZeRO-2 where there is no GPU")]
 OFFLOADS = of(OTHERS, EngineTrainer.offload, 1, 2, **ADAM, **BF16, marks=BOTH)
-CORE = there_and_back, resumed
 SCRIPTS = (
-    of(
-        OTHERS,
-        script,
-        stage,
-        **ADAM,
-        **more,
-        core=(0, 1, 2, 3) if script in CORE and more else (),
-    )
-    for script in (ordinary, swapped, there_and_back, resumed)
+    of(OTHERS, script, stage, **ADAM, **more, core=(0, 1, 2, 3) if more else ())
+    for script in (there_and_back, resumed)
     for stage, more in [
         (0, BF16),
         (1, BF16),

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness import RankError, World, WorldTimeout, applied, check, engine_trainer, run
+from tests.harness import RankError, World, WorldTimeout, applied, engine_trainer, run
+from tests.harness.cases import check, checked, of
 from tests.harness.models import TwoHeads, loss_of
 from tests.harness.models.shapes import Block
 from tests.harness.options import BF16_SUMS, FP16, OFFLOADED, OVERLAP, Given, Options
@@ -14,12 +15,16 @@ from tests.harness.stock import RELEASE, Version, up_to
 from tests.scripts.ordinary import micro_steps, one_backward
 
 PATCH = "zero12_gradients"
-IN_TILES = Version("0.17.0") <= RELEASE <= Version("0.18.5")
+IN_TILES = pytest.mark.skipif(
+    not Version("0.17.0") <= RELEASE <= Version("0.18.5"), reason="stock is right"
+)
 #: From 0.17.6 to 0.18.4 another optimizer has them, which half_without_zero is about; and to 0.18.9
 #: what is read is not averaged if accumulation does not see to it.
 READS_ANOTHER = not Version("0.17.6") <= RELEASE <= Version("0.18.4")
 NEEDS = ["accumulation"] * (Version("0.18.5") <= RELEASE <= Version("0.18.9"))
-HANGS = Version("0.17.1") <= RELEASE <= Version("0.17.6")
+HANGS = pytest.mark.skipif(
+    not Version("0.17.1") <= RELEASE <= Version("0.17.6"), reason="stock is right"
+)
 
 
 class Emptied(TwoHeads):
@@ -76,40 +81,24 @@ def overflows(trainer: Any) -> None:
         trainer.step()
 
 
-@pytest.mark.skipif(not IN_TILES, reason="stock is right")
-@pytest.mark.core_case(more={})
-@pytest.mark.parametrize("more", [{}, OVERLAP, {"zero": {"reduce_bucket_size": 100_000}}], ids=str)
-class TestTiles:
-    @pytest.mark.parametrize("stage", [1, 2])
-    def test_stock(self, world: World, stage: int, more: Given) -> None:
-        outcomes = world.run(run, tiled, Options(stage, model=Tiled, **more))
-        # Stage 1 without overlap fills its buckets when all tiles have come.
-        assert all(outcome.equal for outcome in outcomes) == (stage == 1 and more != OVERLAP), (
-            outcomes
-        )
-
-    @pytest.mark.parametrize("stage", [1, 2])
-    @pytest.mark.parametrize("patches", [[PATCH], [PATCH, "accumulation", "coalesce"]], ids=str)
-    def test_patched(self, world: World, stage: int, patches: list[str], more: Given) -> None:
-        check(world, tiled, Options(stage, model=Tiled, **more), *patches)
+TILED = [
+    {"marks": [IN_TILES], "model": Tiled, **more}
+    for more in ({}, OVERLAP, {"zero": {"reduce_bucket_size": 100_000}})
+]
+test_tiles = checked(
+    *(of(PATCH, tiled, 1, 2, **more, core={1, 2}) for more in TILED),
+    *(of(f"{PATCH} accumulation coalesce", tiled, 1, 2, **more) for more in TILED),
+    of(PATCH, tiled, 2, marks=[IN_TILES], model=Tiled, **BF16_SUMS),
+)
 
 
-@pytest.mark.skipif(not IN_TILES, reason="stock is right")
-def test_tiles_in_fp32_sums(world: World) -> None:
-    check(world, tiled, Options(2, model=Tiled, **BF16_SUMS), PATCH)
+@HANGS
+def test_stock_hangs(fresh_world: World) -> None:
+    with pytest.raises((WorldTimeout, RankError)):
+        fresh_world.within(15).run(run, overflows, Options(1, **FP16))
 
 
-@pytest.mark.skipif(not HANGS, reason="stock is right")
-class TestOverflow:
-    OPTIONS = Options(1, **FP16)
-
-    def test_stock(self, fresh_world: World) -> None:
-        with pytest.raises((WorldTimeout, RankError)):
-            fresh_world.within(15).run(run, overflows, self.OPTIONS)
-
-    @pytest.mark.core_case
-    def test_patched(self, world: World) -> None:
-        check(world, overflows, self.OPTIONS, PATCH)
+test_an_overflow_on_one_rank = checked(of(PATCH, overflows, 1, core={1}, marks=[HANGS], **FP16))
 
 
 READ: list[list[Tensor]] = []

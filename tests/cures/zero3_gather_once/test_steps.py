@@ -1,5 +1,8 @@
 """Steps that gather once: how often, how much stays, and what scripts may do in between."""
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -8,14 +11,16 @@ import torch
 
 import ds_patches
 from tests.coalesce.test_gather_once import Gathers, limited
-from tests.harness import World, models
+from tests.harness import EAGER, World, models
 from tests.harness.cases import checked, of
 from tests.harness.models import Losses, TwoHeads, batch, loss_of
 from tests.harness.options import BF16, FP16, OFFLOADED, OFFLOADED_ALL, OVERLAP, PERSISTENT
 from tests.harness.run import applied, run
 from tests.harness.trainers import engine_trainer
-from tests.scripts import ordinary, windows
+from tests.scripts import law, ordinary, windows
+from tests.scripts.declared import RIGHT, Script, scripts
 from tests.scripts.evaluating import without_hooks
+from tests.scripts.worlds import PATCHED, prepare, train
 from tests.world import on_ranks
 
 NAME = "zero3_gather_once"
@@ -86,9 +91,9 @@ class Peeking(TwoHeads):
 
 
 def peeks(trainer: Any, step: int) -> None:
-    """Weights are read and written between a forward and the step."""
+    """Weights are read and written between a forward and the step; hooks are removed and added."""
     loss = loss_of(trainer, step)
-    with trainer.gathered([trainer.module.classify.bias]):
+    with trainer.gathered([trainer.module.classify.bias]), without_hooks(trainer):
         pass
     trainer.backward(loss)
     with trainer.gathered(trainer.module.blocks.parameters()):
@@ -98,27 +103,6 @@ def peeks(trainer: Any, step: int) -> None:
 test_parameters_gathered_inside_and_around = checked(
     of(with_it, peeks, 3, core={3}, model=Peeking, zero={"stage3_prefetch_bucket_size": 0}),
 )
-
-
-def saves(trainer: Any) -> None:
-    """Checkpoints between forward and backward, and between micro steps; hooks go and come."""
-    for step in trainer.steps():
-        loss = loss_of(trainer, step, 0)
-        trainer.save()
-        trainer.backward(loss)
-        trainer.step()
-        loss = loss_of(trainer, step, 1)
-        with without_hooks(trainer):
-            pass
-        trainer.backward(loss)
-        trainer.save()
-        trainer.step()
-
-
-def test_checkpoints_and_hooks_in_mid_step(world: World, tmp_path: Any) -> None:
-    options = ordinary.micro_steps.at(3, micro_steps=2, steps=4)
-    for outcome in world.run(run, saves, options, *with_it.split(), folder=str(tmp_path)):
-        assert outcome.equal, outcome
 
 
 def comes_and_goes(trainer: Any, step: int, micro: int) -> None:
@@ -147,3 +131,33 @@ def test_ranks_that_differ_are_refused(world: World) -> None:
     options = ordinary.one_backward.at(3, model="Uneven")
     for outcome in world.run(run, differs, options, NAME):
         assert "have used different parameters" in outcome.error
+
+
+# --- Ordinary scripts, with all patches and this one, which is not among them by default ----------
+
+
+@pytest.fixture(scope="module")
+def gathering() -> Iterator[World]:
+    with World(variables={"DS_PATCHES": "all,zero3_gather_once"}, seconds=90.0) as ranks:
+        yield ranks
+
+
+def at_stage_3() -> Iterator[Any]:
+    for script in scripts():
+        if 3 in script.stock and script.on == EAGER:
+            yield pytest.param(script, id=script.name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("script", [*at_stage_3()])
+def test_a_script_ends_where_plain_pytorch_does(
+    gathering: World, script: Script, tmp_path: Path
+) -> None:
+    """Or is refused as with the other patches."""
+    options, folder = script.at(3), str(tmp_path)
+    if script.before is not None:
+        gathering.run(prepare, script, options, PATCHED, folder)
+    outcomes = gathering.run(train, script, options, PATCHED, folder, False)
+    verdict = law.verdict(outcomes)
+    is_refused = script.refusal and re.search(script.refusal, verdict)
+    assert verdict == RIGHT or is_refused, verdict
