@@ -85,6 +85,8 @@ class EngineSteps:
         has_hook_state = upstream_engine.hook_state(engine.optimizer) is not None
         #: True in 0.18.3 and 0.18.4, where the epilogue of a plain backward is deferred to its end.
         self.defers_epilogue = self.is_torch_style and not has_hook_state
+        #: True if the epilogue is to run at the end of the backward. DeepSpeed asks for it in its
+        #: gradient hooks, which stage 1 without `contiguous_gradients` does not register.
         self.epilogue_is_due = False
         #: The warnings that were logged. At stage 3 zero3_retain raises an error instead of one.
         self._warned = {_OLD_FORWARD} if engine.zero_optimization_partition_weights() else set()
@@ -142,7 +144,7 @@ class EngineSteps:
         self.current_step = self.current_step.after_backward(self.engine.micro_steps, is_foreign)
         same_forward, self._has_new_forward = not self._has_new_forward, False
         if self.defers_epilogue:
-            self.epilogue_is_due = False
+            self.epilogue_is_due = not upstream_engine.has_gradient_hooks(self.engine.optimizer)
             at_end_of_task(self._run_epilogue)
         self.prologue_is_due = True
         upstream_engine.begin_backward(self.engine, same_forward)

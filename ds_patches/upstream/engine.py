@@ -124,6 +124,11 @@ def begin_backward(engine: Any, again: bool) -> None:
         engine._backward_prologue()
 
 
+def has_gradient_hooks(optimizer: Any) -> bool:
+    """Return True if the optimizer has registered hooks at its parameters' gradients."""
+    return bool(optimizer._grad_acc_hooks)
+
+
 def end_plain_backward(engine: Any) -> None:
     """Run the epilogue of a plain backward, in 0.18.3 and 0.18.4."""
     engine.optimizer._remaining_grad_acc_hooks = 0
