@@ -21,7 +21,7 @@ def diagnose(case: Training, release_option: Version | None) -> Report:
     installed = release.installed()
     # A log that names no release may be of any release.
     judged = named or (installed.version if installed and not case.logs else None)
-    refusals, drift = _refusals(named, installed)
+    refusals, drift, is_broken = _refusals(named, installed)
     unknown_code = "for " if named and named > Version(TESTED) else State.REFUSED.value
     refused = [name for name, reason in refusals.items() if reason.startswith(unknown_code)]
     refused = refused if named or not case.logs else []
@@ -41,7 +41,8 @@ def diagnose(case: Training, release_option: Version | None) -> Report:
             if depends is not None and not is_fixed and defect not in logged:
                 evidence = case.config.evidence(defect)
                 reported.append(Finding(defect, cure_of(defect), evidence, depends))
-    is_diagnosed = is_tested or reported or (case.logs and not case.is_foreign)
+    is_told = logged or (case.logs and not case.is_foreign)
+    is_diagnosed = (is_tested and not is_broken) or is_told
     is_wrong = refused or case.config.warnings or any(
         finding.counts for finding in reported if finding.is_logged or case.is_configured
     )  # fmt: skip
@@ -60,14 +61,17 @@ def diagnose(case: Training, release_option: Version | None) -> Report:
 
 def _refusals(
     named: Version | None, installed: release.Release | None
-) -> tuple[dict[str, str], list[str]]:
+) -> tuple[dict[str, str], list[str], bool]:
     """Return why each patch would not be applied, or ""; and where the installed code differs.
+
+    The third value is True if the installed code cannot be imported.
 
     named: the release to judge by its number alone, instead of the installed code.
     """
     patches = registry.patches()
     reasons: dict[str, str] = {}
     drift: list[str] = []
+    is_broken = False
     for name, request in flags.read(patches).by_name.items():
         supported = patches[name].supported
         if not request.wanted:
@@ -79,7 +83,8 @@ def _refusals(
             reason = "" if verdict.may_apply else f"{verdict.state.value}, {verdict.reason}"
             reasons[name] = findings.FIXED if verdict.is_fixed else reason
             drift += verdict.drift if verdict.state is not State.OUT_OF_RANGE else ()
-    return reasons, drift
+            is_broken |= not verdict.release
+    return reasons, drift, is_broken
 
 
 def _logged(

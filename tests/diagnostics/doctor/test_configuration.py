@@ -59,13 +59,14 @@ def test_what_settings_decide_is_told(one: Defect) -> None:
 @pytest.mark.parametrize("release", ["0.16.9", "0.17.6", "0.18.4", "0.19.8"])
 @pytest.mark.parametrize("name", SHIPPED)
 def test_what_frameworks_ship_is_answered_on_a_screen(
-    name: str, release: str, tmp_path: Path
+    name: str, release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is off is no alarm, what settings decide waits for no option, the worst comes first."""
-    file = write(tmp_path / "ds.json", SHIPPED[name])
+    monkeypatch.chdir(tmp_path)  # a path's length decides how lines are wrapped
+    file = write(Path("ds.json"), SHIPPED[name])
     answer = ask(file, release=release)
     assert answer.out.count("\n") <= 25, answer.out
-    assert max(map(len, answer.out.splitlines())) <= 100 or str(tmp_path) in answer.out
+    assert max(map(len, answer.out.splitlines())) <= 100
     found = ask(file, "--json", release=release).findings
     decided = [row for row in found if "script" not in row["depends"]]
     assert not [row for row in decided if row["outcome"] not in answer.text]
