@@ -78,8 +78,12 @@ class Defect:
 
     @property
     def raised(self) -> tuple[str, ...]:
-        """All messages of the defect; for a row without a section, only `messages`."""
-        return (*re.findall("`(.+?)`", self.outcome * bool(self.section)), *self.messages)
+        """All messages of the defect; for a row without a section, only `messages`.
+
+        A single word of the outcome is the name of a setting, which programs print, or an error's.
+        """
+        quoted = re.findall("`(.+?)`", self.outcome * bool(self.section))
+        return (*(q for q in quoted if " " in q or q.endswith("Error")), *self.messages)
 
     def is_wrong(self, version: Version) -> bool:
         is_fixed = self.right and version >= Version(self.right)
