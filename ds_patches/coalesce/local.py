@@ -14,7 +14,7 @@ from ds_patches.steps import gather_once
 from ds_patches.steps.division import engine_backwards
 from ds_patches.steps.gather_once import GatherOnce
 from ds_patches.steps.graph_task import current_task_id
-from ds_patches.steps.state import Listener
+from ds_patches.steps.state import Listener, StepState
 from ds_patches.steps.step import EngineSteps
 from ds_patches.upstream import boundary as upstream_boundary
 from ds_patches.upstream import engine as upstream_engine
@@ -80,17 +80,21 @@ class LocalGradients(Listener):
         self.sum.end_local()
         self.has_backward = self.awaits_backwards = False
 
-    def reduce(self) -> None:
-        """Reduce the local gradients into the step's sum, unless no rank has any. Collective."""
+    def reduce(self) -> bool:
+        """Reduce the local gradients into the step's sum. Collective.
+
+        Return False if no rank has any.
+        """
         had_backward = self.has_backward
         self.end()
         if (missing := self.sum.missing_params(self._group)) is None:
-            return
+            return False
         if not had_backward:  # but another rank has
             self.sum.begin_backward()
         boundary = upstream_boundary.at_boundary(self._engine)
         with nullcontext() if self._reduces_in_backward else boundary:
             self.sum.reduce_local(missing)
+        return True
 
     # --- Called by `accumulation` at the engine's backwards ---------------------------------------
 
@@ -165,7 +169,8 @@ class LocalGradients(Listener):
             self._leave_block(gather)
             if gather is not None:
                 gather.release()
-            self.reduce()
+            if not self.reduce() and previous_step.state is StepState.EMPTY:
+                self._steps.end_empty_block()
             if early_exit is None:
                 return
         except BaseException:

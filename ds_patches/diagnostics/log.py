@@ -88,6 +88,7 @@ class Error:
         message.
     has_frames: the traceback has frames. has_traceback: it has frames of PyTorch or DeepSpeed, so
         it was not cut to the user's own, and a function that is not in it was not called.
+    is_whole_log: a log without an error, longer than a post: its words are not its author's.
     """
 
     line: str
@@ -95,6 +96,7 @@ class Error:
     evidence: str
     has_frames: bool = False
     has_traceback: bool = False
+    is_whole_log: bool = False
 
     @property
     def key(self) -> str:
@@ -147,7 +149,8 @@ def read(text: str) -> Log:
         if len({*collectives} - {""}) > 1:
             line = next(line for line in lines if _WAITS.search(line)).strip()
             errors = [Error(line, _DIFFER, _DIFFER)]
-    full_text = Error(text.strip().partition("\n")[0], end, f"{context}\n{end}")
+    first_line, evidence = text.strip().partition("\n")[0], f"{context}\n{end}"
+    full_text = Error(first_line, end, evidence, is_whole_log=len(lines) > _MAX_POST)
     printed = {*_PRINTED_RELEASE.findall(text)}
     named = {release for releases in _RELEASE.findall(text) for release in releases if release}
     releases = sorted(map(Version, printed or named))

@@ -33,6 +33,8 @@ def _confirmed(error: Error, messages: set[str]) -> dict[Defect, bool]:
     for defect, raised in _raised().items():
         if messages & raised:
             mark, pattern = defect.shown[:1], defect.shown.lstrip("?!")
+            if mark == "?" and error.is_whole_log:
+                continue
             shown = [path for path in pattern.split("|") if _has(error.evidence, path.lstrip("?"))]
             is_shown, is_sure = bool(shown), mark != "?" and any(path[:1] != "?" for path in shown)
             is_short = all(len(message) < _SHORT for message in messages & raised)

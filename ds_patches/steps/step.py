@@ -261,6 +261,11 @@ class EngineSteps:
         for listener in self.listeners:
             listener.gradients_dropped(failed=False)
 
+    def end_empty_block(self) -> None:
+        """Let the step be taken without gradients, after a block that brought none on any rank."""
+        self.current_step = Step()
+        self.sum.takes_zeros = True
+
     def resume_after_block(self, previous_step: Step) -> None:
         """Continue `previous_step` after a block in it raised and dropped its gradients.
 
@@ -289,7 +294,7 @@ class EngineSteps:
             refuse_unseen_backward(self.engine)
         if self.sum.lacks_gradients(is_new and self.current_step.state is StepState.HELD):
             raise Refused(_NO_BACKWARD)
-        if self.backwards_begun:
+        if self.backwards_begun or self.sum.takes_zeros:
             self.sum.complete()
         self.sum.in_upstream_zero_grad = True
         try:

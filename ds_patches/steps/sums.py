@@ -19,6 +19,9 @@ class GradientSum:
 
     #: True while DeepSpeed itself calls zero_grad(), which is no request of the user.
     in_upstream_zero_grad = False
+    #: True if the step may be taken without gradients, as with zeros: they were dropped, or a block
+    #: brought none.
+    takes_zeros = False
     #: True if zero_grad() right after ``engine.step()`` has counted a micro step drops nothing.
     keeps_earlier_micro_steps = True
 

@@ -60,7 +60,6 @@ class Zero12Sum(GradientSum):
             finalize = "finalize_gradient_accumulation_boundary"
             self.layers.append(Layer(optimizer, finalize, self._finalize))
         self._reduced_at_boundary = False  # an epilogue of this step ran at the boundary
-        self._was_dropped = False  # the step's gradients were dropped
 
     def begin_backward(self) -> None:
         """Reset the state of the last backward. With Muon, refuse a second backward."""
@@ -104,20 +103,20 @@ class Zero12Sum(GradientSum):
 
     def _finalize(self, wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> None:
         """Take the gradients in a step that is its own boundary; zeros, if all were dropped."""
-        if not self._was_dropped or any(zero12.pending_gradients(self._optimizer).values()):
+        if not self.takes_zeros or any(zero12.pending_gradients(self._optimizer).values()):
             wrapped(*args, **kwargs)
             self._reduced_at_boundary = True
 
     def lacks_gradients(self, has_unreduced: bool) -> bool:
         if self._reduced_at_boundary or not self._engine_manages_boundary:
             return False
-        if self._was_dropped:
+        if self.takes_zeros:
             return has_unreduced
         return upstream_boundary.lacks_averages(self._optimizer)
 
     def complete(self) -> None:
-        """Give the optimizer zeros if all gradients were dropped."""
-        if self._was_dropped and not self._reduced_at_boundary:
+        """Give the optimizer zeros if the step has no gradients."""
+        if self.takes_zeros and not self._reduced_at_boundary:
             zero12.set_zero_averages(self._optimizer)
 
     def drop(self) -> None:
@@ -130,7 +129,7 @@ class Zero12Sum(GradientSum):
         zero12.clear_gradients(optimizer)
         optimizer.micro_step_id = zero12.INITIAL_MICRO_STEP_ID
         self.step_taken()
-        self._was_dropped = True
+        self.takes_zeros = True
 
     def drop_failed_backward(self) -> None:
         self._reduced_gradients.begin_backward()
@@ -138,7 +137,7 @@ class Zero12Sum(GradientSum):
         self.drop()
 
     def step_taken(self) -> None:
-        self._reduced_at_boundary = self._was_dropped = False
+        self._reduced_at_boundary = self.takes_zeros = False
 
     def detach(self) -> None:
         super().detach()

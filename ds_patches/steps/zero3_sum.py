@@ -144,7 +144,9 @@ class Zero3Sum(GradientSum):
 
     def lacks_gradients(self, has_unreduced: bool) -> bool:
         optimizer = self._optimizer
-        return not optimizer.offload_optimizer and upstream_boundary.lacks_averages(optimizer)
+        if optimizer.offload_optimizer or not upstream_boundary.lacks_averages(optimizer):
+            return False
+        return has_unreduced or not self.takes_zeros
 
     def complete(self) -> None:
         """Zero the partitions that this step has not written, and deliver those that it has.
@@ -158,6 +160,8 @@ class Zero3Sum(GradientSum):
         if unwritten := zero3.gradient_partitions(optimizer).keys() - self._written.keys():
             zero3.zero_gradients(optimizer, unwritten)
         if not optimizer.offload_optimizer:
+            if self.takes_zeros:
+                zero3.set_missing_averages(optimizer)
             zero3.set_averages(optimizer, self._written)
         elif undelivered := self._written.keys() - self._delivered:
             zero3.copy_to_host(optimizer, undelivered)
@@ -168,6 +172,7 @@ class Zero3Sum(GradientSum):
             zero3.empty_buckets(self._optimizer)
         zero3.clear_gradients(self._optimizer)
         self.step_taken()
+        self.takes_zeros = True
 
     def end_empty_backward(self, failed: bool = False) -> bool:
         if failed:
@@ -184,6 +189,7 @@ class Zero3Sum(GradientSum):
     def step_taken(self) -> None:
         self._written.clear()
         self._delivered.clear()
+        self.takes_zeros = False
 
     def detach(self) -> None:
         """Remove the layers. In the middle of a step, let DeepSpeed add to its gradients."""

@@ -124,6 +124,14 @@ def set_averages(optimizer: Any, ids: Collection[int]) -> None:
                 averages[index] = partitions[param.ds_id]
 
 
+def set_missing_averages(optimizer: Any) -> None:
+    """Set the averaged gradients of all parameters to their partitions, if a backward set none."""
+    partitions = gradient_partitions(optimizer)
+    for group, params in enumerate(optimizer.fp16_groups):
+        if not optimizer.averaged_gradients.get(group):
+            optimizer.averaged_gradients[group] = [partitions[param.ds_id] for param in params]
+
+
 def zero_all_gradients(optimizer: Any) -> None:
     """Zero all gradient partitions."""
     optimizer.grad_partitions_flat_buffer.zero_()
