@@ -59,6 +59,9 @@ zero1 micro2 : block{ ONCE } step forward optimizer.zero_grad backward step
 zero2 micro2 : TRAIN raise{ ONCE } optimizer.zero_grad TRAIN
 zero2 micro2, zero3 micro2 : zero_grad TRAIN zero_grad TRAIN
 zero2 micro2, zero3 micro2 : optimizer.zero_grad TRAIN optimizer.zero_grad TRAIN
+zero1, zero2 offloaded, zero3 : block{ } step TRAIN
+zero1 bf16, zero2, zero3 : block{ ONCE zero_grad } step TRAIN
+zero2, zero3 : TRAIN block{ ONCE zero_grad } step
 """,
     "0.18.3": """
 zero0 micro2, zero1 micro2, zero2 micro2, zero3 micro2 : chain PLAIN chain PLAIN

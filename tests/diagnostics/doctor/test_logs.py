@@ -70,6 +70,15 @@ def test_every_message_leads_to_its_row(defect: Defect) -> None:
                 assert defect in found, (text, release)
 
 
+def test_words_of_a_long_log_are_no_evidence() -> None:
+    """Healthy logs hold settings, and words that a post uses to tell what is wrong."""
+    for defect in (defect for defect in TABLE if defect.shown.startswith("?")):
+        for text in defect.raised:
+            lines = ["deepspeed", *["{'loss': 4.7}"] * 60, plain(text), evidence(defect)]
+            if not log.read("\n".join(lines)).has_error:
+                assert defect not in {f.defect for f in asked("\n".join(lines)).findings}, text
+
+
 @pytest.mark.parametrize(("release", "text"), cases("releases.txt"))
 def test_a_log_tells_its_release(release: str, text: str) -> None:
     assert str(asked(f"{text}KeyError: 7").release or "none") == release
