@@ -262,7 +262,7 @@ class EngineSteps:
             listener.gradients_dropped(failed=False)
 
     def end_empty_block(self) -> None:
-        """Let the step be taken without gradients, after a block that brought none on any rank."""
+        """Allow the step without gradients, after a block that brought none on any rank."""
         self.current_step = Step()
         self.sum.takes_zeros = True
 
