@@ -39,6 +39,7 @@ def forwards(trainer: Any, step: int, count: int = 2) -> None:
 
 LATE = {1: "late_reductions", 2: "late_reductions", 3: "late_partitions"}
 BUCKETS = {"small": {}, "large": {"reduce_bucket_size": 10**6}, "tiny": {"reduce_bucket_size": 32}}
+SCATTERED: dict[str, Any] = {"contiguous_gradients": False}
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -49,3 +50,24 @@ def test_equal_to_no_overlap(living_gpus: World, stage: int, bucket: str, count:
     beside = ("accumulation", "zero3_retain")
     options = {"stage": stage, "beside": beside, **BUCKETS[bucket], **case, **ROUNDS}
     assert not unlike(living_gpus, f"{count} forwards", **options)
+
+
+@pytest.mark.parametrize("zero", [SCATTERED, {"reduce_scatter": False}], ids=["scattered", "all"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_equal_with_other_reductions(living_gpus: World, stage: int, zero: Any) -> None:
+    case = {"script": forwards, "model": recomputed, "late": "late_reductions"}
+    beside = ("accumulation",)
+    options = {"stage": stage, "beside": beside, **zero, **case, **ROUNDS}
+    assert not unlike(living_gpus, "two forwards", **options)
+
+
+@pytest.mark.parametrize("late", ["", "late_gradients"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_micro_steps_of_plain_backwards(living_gpus: World, stage: int, late: str) -> None:
+    """Divided where they are reduced."""
+    case = {"script": plain, "micro_steps": 2, "late": late, "beside": ("accumulation",)}
+    assert not unlike(living_gpus, "plain", stage=stage, patched=True, **case)
+
+
+def plain(trainer: Any, step: int, micro: int) -> None:
+    trainer(None).square().mean().backward()
