@@ -39,6 +39,13 @@ class Plain(Side):
     def plain_backward(self, loss: Tensor) -> None:
         self.run_backward(loss, False)
 
+    def unrelated(self) -> None:
+        """In a chain it is the other engine's."""
+        came = self.came
+        super().unrelated()
+        if self.critic is not None:
+            self.came = [*came, self.critic.module]
+
     def boomed(self) -> None:
         """A backward has raised, over a forward of the engine of now: no other got a gradient."""
         self.failed = True
