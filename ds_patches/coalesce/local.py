@@ -83,17 +83,20 @@ class LocalGradients(Listener):
     def reduce(self) -> bool:
         """Reduce the local gradients into the step's sum. Collective.
 
-        Return False if no rank has any.
+        Also end the sum of earlier micro steps that no backward at the boundary ends. Return False
+        if there is nothing to reduce.
         """
         had_backward = self.has_backward
         self.end()
-        if (missing := self.sum.missing_params(self._group)) is None:
+        missing = self.sum.missing_params(self._group)
+        is_held = self._steps.current_step.state is StepState.HELD
+        if missing is None and not (is_held and self.sum.lacks_gradients(has_unreduced=False)):
             return False
         if not had_backward:  # but another rank has
             self.sum.begin_backward()
         boundary = upstream_boundary.at_boundary(self._engine)
         with nullcontext() if self._reduces_in_backward else boundary:
-            self.sum.reduce_local(missing)
+            self.sum.reduce_local(missing or set())
         return True
 
     # --- Called by `accumulation` at the engine's backwards ---------------------------------------

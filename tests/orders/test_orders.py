@@ -62,6 +62,7 @@ zero2 micro2, zero3 micro2 : optimizer.zero_grad TRAIN optimizer.zero_grad TRAIN
 zero1, zero2 offloaded, zero3 : block{ } step TRAIN
 zero1 bf16, zero2, zero3 : block{ ONCE zero_grad } step TRAIN
 zero2, zero3 : TRAIN block{ ONCE zero_grad } step
+zero2 micro2, zero2 offloaded micro2, zero3 micro2 : ONCE step block{ } step
 """,
     "0.18.3": """
 zero0 micro2, zero1 micro2, zero2 micro2, zero3 micro2 : chain PLAIN chain PLAIN
