@@ -199,7 +199,9 @@ def _value(config: Any, key: str) -> Any:
 
 
 def _is_on(config: Any, key: str, pattern: str = "") -> bool | None:
-    value = str(_value(config, key)).lower()
+    setting = _value(config, key)
+    # With YAML aliases, the text of a container may be larger than memory.
+    value = "..." if isinstance(setting, (Mapping, list)) else str(setting).lower()
     if value == "auto":
         return None
     return bool(re.fullmatch(pattern, value)) if pattern else value not in _OFF

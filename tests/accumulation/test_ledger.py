@@ -39,6 +39,7 @@ test_an_ordinary_loop_is_right = checked(
         (losses.two_forwards, {}, "0.17.6", "9"),  # up to 0.18.2 it raises (PR 7665)
         (ordinary.micro_steps, FOUR, "0.16.0", "0.19.0"),  # PR 7967, issue 6550
         (ordinary.micro_steps, {}, "0.17.6", "0.18.3"),  # issue 7718
+        (accumulating.scaled_by_the_user, {"micro_steps": 2}, "0.18.3", "0.18.4"),
     ],
 )
 def test_stock_is_wrong_until_it_is_mended(

@@ -145,3 +145,16 @@ def test_experts_that_reduce_over_other_ranks(stage: int, ep_size: int) -> None:
             windows.window(trainer := kind(engine, Options(stage)))
             ends.append(trainer.parameters())
     assert worst_difference(*ends)[0] <= 1e-6 < 1e-3 < worst_difference(ends[1], origin)[0]
+
+
+@trains("coalesce", at(1, 2, 3, micro_steps=2))
+def test_gradient_accumulation_divides_the_loss(trainer: Any) -> None:
+    """At a boundary that is set, one step ends what plain PyTorch counts as two micro steps."""
+    for step in trainer.steps():
+        if trainer.is_engine:
+            trainer.boundary(True)
+        with trainer.window():
+            for micro in range(3):
+                trainer.backward(loss_of(trainer, step, micro))
+        for _ in range(1 if trainer.is_engine else 2):
+            trainer.step()

@@ -9,10 +9,11 @@ import pytest
 
 from ds_patches.core.errors import Refused
 from ds_patches.steps import graph_task
+from tests.coalesce.test_blocks import BothWays
 from tests.harness import STAGES, Case, World, applied, cases, listening, of, on_ranks, stock
 from tests.harness.models import Boom, RaiseInBackward, RaiseInForward, loss_of
 from tests.harness.options import ALL_REDUCED, OFFLOADED, Options
-from tests.harness.trainers import engine_trainer
+from tests.harness.trainers import engine_of, engine_trainer
 from tests.scripts.nested import cached_loss
 
 MIDDLE = "middle backward"
@@ -129,3 +130,18 @@ def test_a_backward_that_raised_spoils_its_block(stage: int, style: str, goes_on
 
         with pytest.raises(Refused, match=r"a backward inside this .* raised"):
             block()
+
+
+@on_ranks
+@STAGES
+def test_flags_are_restored(stage: int) -> None:
+    """A block that raised restores the flags that the user had set."""
+    with applied("coalesce"), listening():
+        trainer = BothWays(engine_of("Breakable", stage=stage), Options(stage))
+        engine = trainer.engine
+        for boundary in (None, False, True):
+            engine._is_gradient_accumulation_boundary = boundary
+            with pytest.raises(Boom):
+                block_that_raises(trainer, MIDDLE, 0)
+            assert engine._is_gradient_accumulation_boundary is boundary
+            assert engine.optimizer.micro_step_id == (0 if stage == 3 else -1)

@@ -24,6 +24,10 @@ def test_inside_a_block_and_no_sync(stage: int) -> None:
         engine = engine_of(stage=stage)
         with engine.coalesce_grad_reduction():
             engine.backward(loss_of(engine, 0))
+            with pytest.raises(Misused, match=r"engine\.step\(\) inside .*no_sync"):
+                engine.step()
+            with pytest.raises(Misused, match="nested inside another of"):
+                enter(engine.coalesce_grad_reduction())
             with pytest.raises((Misused, AssertionError), match="" if stage == 1 else "nested"):
                 enter(engine.no_sync())
         engine.step()

@@ -83,3 +83,16 @@ def test_only_functions_are_wrapped(carrier: Any) -> None:
     kind = type("Kind", (), {"ring": carrier(Bell.ring)})
     with pytest.raises(TypeError, match=f"Kind.ring is a {carrier.__name__}"):
         Layer(kind, "ring", louder)
+
+
+def test_beneath_what_cannot_be_seen(bell: Any) -> None:
+    """A library hides the upper of two layers, and puts it back when the lower is gone."""
+    lower = Layer(bell, "ring", louder)
+    upper = Layer(bell, "ring", lambda ring, *_: f"[{ring()}]")
+    hidden = [bell.ring]
+    bell.ring = lambda: hidden[0]()
+    lower.remove()
+    bell.ring = hidden[0]
+    assert bell.ring() == "[ding]"
+    upper.remove()
+    assert not vars(bell)

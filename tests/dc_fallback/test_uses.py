@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ds_patches.dc_fallback.dynamo import SavedTensorsHooks
-from ds_patches.dc_fallback.uses import Uses
+from ds_patches.dc_fallback.uses import Calls, Uses
 from tests.harness.views import VIEWS
 
 See = Callable[[str], Tensor]
@@ -225,3 +225,14 @@ def test_param_of() -> None:
         for tensor, param in ((seen[1].t(), params.params["a"]), (seen * 1, None)):
             assert params.uses.param_of(tensor) is param
     assert params.uses.param_of(seen) is None, "its call has ended"
+
+
+def test_a_call_ends_with_those_within_it() -> None:
+    calls = Calls()
+    outer, within, again, raised = (calls.open(name) for name in ("a", "b", "a", "c"))
+    assert calls.close("never opened") == calls.truncate(4) == []
+    assert calls.truncate(3) == [raised]
+    assert calls.close("a") == [again], "a module that calls itself"
+    assert calls == [outer, within]
+    assert calls.close("a") == [outer, within]
+    assert not calls

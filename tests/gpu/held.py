@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,20 +82,29 @@ class Trainer(EngineTrainer):
         }
 
 
-def hold(pattern: str, *, patch: bool = True, width: int = WIDTH, **training: Any) -> Held:
+def hold(
+    pattern: str,
+    *,
+    patch: bool = True,
+    forwards: int = 1,
+    evaluates: bool = False,
+    width: int = WIDTH,
+    **training: Any,
+) -> Held:
     """Train twice from one start. Runs on every rank; `training`: of the options."""
     start = patterns.build(pattern, width)
     options = Options(steps=STEPS, **{**BF16, **training})
+    script = partial(loop, forwards=forwards, evaluates=evaluates)
     eager = Trainer(build_engine(deepcopy(start), options.config), options)
     before = eager.parameters()
-    peak_eager = _peak_of(loop, eager)
+    peak_eager = _peak_of(script, eager)
     expected, losses = eager.parameters(), eager.losses
     skipped = eager.engine.skipped_steps
     eager.engine.destroy()
     del eager
     try:
         trainer = Trainer(deep_compiled(start, options.config, patch), options)
-        peak = _peak_of(loop, trainer)
+        peak = _peak_of(script, trainer)
     except Exception as error:
         return Held(error=f"{type(error).__name__}: {error}")
     held = Held(

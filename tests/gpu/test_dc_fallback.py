@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+import ds_patches
 from tests.dc_fallback import patterns
 from tests.dc_fallback.test_training import CASES, PATTERNS
-from tests.gpu.held import Held, hold, in_a_row, repeated
-from tests.harness import World
+from tests.gpu.held import WIDTH, Held, deep_compiled, hold, in_a_row, repeated
+from tests.harness import BF16, Options, World
 
 AGAIN = 6  # DeepCompile compiles again in the step before
 SECONDS = 300.0  # one rank may have to build DeepCompile's extension
@@ -18,6 +19,7 @@ NAMES = [p.__name__ for p in patterns.ALL if p is not patterns.Gathers]
 #: Their experts are chosen by the last bits of what they see, so not in bfloat16.
 CHOOSE = ["Leaf", "FusedExperts"]
 SOME = ["TiedToSkipped", "Mixed"]
+SKIPPED = {"layers.0.weight", "layers.1.weight", "layers.2.weight", "layers.3.weight"}
 
 
 def first(gpus: World, act: Callable[..., Any], *args: Any, **more: Any) -> Any:
@@ -49,12 +51,15 @@ def test_trains_as_eager_does(gpus: World, pattern: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
+        {"micro_steps": 2},
         {"micro_steps": 2, "style": "torch"},
+        {"forwards": 2},
+        {"evaluates": True},
         {"clip": 0.05},
         {"zero": {"stage3_param_persistence_threshold": 10**5}},
         {"sums": "fp32"},
     ],
-    ids=["torch", "clips", "persistent", "fp32 sums"],
+    ids=["accumulates", "torch", "forwards", "evaluates", "clips", "persistent", "fp32 sums"],
 )
 @pytest.mark.parametrize("pattern", SOME)
 def test_training(gpus: World, pattern: str, case: dict[str, Any]) -> None:
@@ -97,3 +102,36 @@ def test_stock_runs_once_with_older_parameters(gpus: World) -> None:
         eager, compiled = (losses[AGAIN] for losses in result.losses)
         off.append(abs(compiled - eager))
     assert off[1] < 0.1 * off[0]
+
+
+def checked(patch: bool) -> list[str]:
+    """Return the error of `train_check` for one step."""
+    engine = deep_compiled(patterns.build("Disabled", WIDTH), Options(**BF16).config, patch)
+
+    def train(step: int) -> None:
+        engine.backward(engine(*patterns.inputs(step, 0)))
+        engine.step()
+
+    train(0)
+    train(1)
+    try:
+        with ds_patches.train_check(engine):
+            train(2)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+@pytest.mark.parametrize("patch", [False, True], ids=["stock", "patched"])
+def test_train_check(gpus: World, patch: bool) -> None:
+    try:
+        raised = first(gpus, checked, patch)
+    except Exception as error:
+        if patch or "must be" not in str(error):
+            raise
+        pytest.skip("stock crashes here before anything could be checked")
+    if patch:
+        assert not raised
+    else:
+        assert raised[0] == "NotTrained"
+        assert all(name in raised[1] for name in SKIPPED)

@@ -45,6 +45,9 @@ zero1 micro2 overlap, zero2 micro2 tiny, zero3 micro2 : forward SUMMED step SUMM
 zero1 micro2 overlap, zero2 micro2 tiny, zero3 micro2 : reentrant again backward step SUMS TRAIN
 zero2 micro2 tiny, zero3 micro2 : ONCE freeze step reentrant backward freeze step TRAIN
 zero2 tiny, zero2 tinier : block{ lone } step
+zero1, zero1 offloaded, zero2 offloaded : block{ lone } step TRAIN
+zero2 micro2 : block{ lone } step TRAIN
+zero2, zero3 : TRAIN unapply:coalesce cached step
 zero1 micro2, zero2 micro2, zero3 micro2 : ONCE raise{ forward } step TRAIN
 zero2 offloaded : ONCE closed{ ONCE } step
 zero2, zero3 offloaded : forward block{ unapply_all backward } step

@@ -22,6 +22,7 @@ COUNTING |= {"change_grads", "full_grads"}  # they are whole at the boundary alo
 COUNTING.add("window_over_an_auxiliary_tensor")  # its backwards are those of plain_backward
 #: And in one that makes gradients of its own, for which it would have to know the loss scale.
 MAKING = {"give", "change_grads", "full_grads", "register_hook", "register_forward_hook"}
+MAKING.add("_backward_epilogue")  # nothing scales its loss
 #: Large, so that what is lost is more than what half precision rounds off.
 RATE = 0.5
 #: How far from plain PyTorch in single precision an engine may end: with bf16 parameters, and with
@@ -50,7 +51,7 @@ class Choice:
             if getattr(own, name) != getattr(usual, name)
         }
         names = _called(script)
-        if COUNTING & names:
+        if COUNTING & names and self.given.get("micro_steps") != 1:
             own_names.add("micro_steps")
         scaled = "fp16" in self.settings and MAKING & names
         rounds = self.tolerance >= FP16_ROUNDS and own.clip  # to less than is seen
@@ -141,6 +142,11 @@ FACTORS: Mapping[str, tuple[Choice, ...]] = {
     ),
 }
 
+#: In place of micro steps, in one more row of each script: the others stay what they were.
+UNMANAGED = Choice(
+    "unmanaged", {"micro_steps": 1}, settings={"managed_gradient_accumulation": False}
+)
+
 Row = tuple[Choice, ...]
 
 
@@ -214,6 +220,9 @@ def rows(script: Script) -> Iterator[Row]:
         )
         left -= {(factor, choice.name) for factor, choice in enumerate(row)}
         yield row
+    if row[0].stages[0] and UNMANAGED.suits(script):
+        place = [*FACTORS].index("micro_steps")
+        yield (*row[:place], UNMANAGED, *row[place + 1 :])
 
 
 def _choices(script: Script, stage: int) -> list[list[Choice]]:

@@ -135,3 +135,29 @@ def test_a_sitecustomize_before_the_hook_hides_it_and_doctor_names_it(
     assert f"on PYTHONPATH: {environment.hook}" in printed
     assert f"not armed, {first / 'sitecustomize.py'} comes first" in printed
     assert installed.start("-c", BEFORE_AND_AFTER, **start).stdout == LIVE
+
+
+CHILDREN = """
+import multiprocessing, subprocess, sys
+
+def child(queue):
+    import deepspeed, ds_patches
+    queue.put(ds_patches.status()["sample"].state.value)
+
+if __name__ == "__main__":
+    for method in ("spawn", "fork", "forkserver"):
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        process = context.Process(target=child, args=(queue,))
+        process.start()
+        print(method, queue.get(timeout=20))
+        process.join()
+    print(subprocess.check_output([sys.executable, "-c", sys.argv[1]], text=True))
+"""
+
+
+def test_children_stay_patched(hooked: Hooked, tmp_path: Path) -> None:
+    script = fake.write(tmp_path / "parent.py", CHILDREN)
+    place, path = hooked
+    printed = place.start(script, BEFORE_AND_AFTER, path=path, **WANTED).stdout
+    assert printed == f"spawn applied\nfork applied\nforkserver applied\n{LIVE}\n"

@@ -85,3 +85,9 @@ def wrong_ones() -> list[str]:
 
 def test_no_rank_brings_more_than_one_did_at_first(three: World) -> None:
     assert three.run(wrong_ones) == [[]] * 3
+
+
+def test_a_parameter_that_is_new_comes_last_on_one_rank(world: World) -> None:
+    backwards = [[[0], [0]], [[0, 1], [0]], [[1, 0], [0]]]
+    small = {"reduce_bucket_size": 1, "overlap_comm": False}
+    assert world.run(outcome_of, [1, 1], backwards, 2, **small) == ["", ""]

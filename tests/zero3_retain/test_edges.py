@@ -103,3 +103,15 @@ def test_transforms_pass_where_they_may(transforms: bool) -> None:
     else:
         with pytest.raises(RuntimeError, match="setup_context"):
             gradient(torch.ones(2, 3))
+
+
+def test_a_backward_with_a_graph_has_a_backward_that_gathers(model: Model) -> None:
+    x = ready()
+    out = model.two(model.one(x).tanh()).square().sum()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    assert model.take() == "+two -two +one -one"
+    slope.square().sum().backward()
+    events = model.take().split()
+    for name in ("one", "two"):
+        assert events.index(f"+{name}") < events.index(f"-{name}")
+        assert events.count(f"+{name}") >= events.count(f"-{name}")

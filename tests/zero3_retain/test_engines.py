@@ -151,3 +151,16 @@ def test_a_backward_over_a_parameter_that_was_changed_is_refused() -> None:
             weight.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             engine.backward(second)
+
+
+@trains("zero3_retain", at(3))
+def test_two_engines(trainer: Any) -> None:
+    """Their backwards interleave, as a generator's and a critic's do."""
+    both = trainer, trainer.another()
+    for step in trainer.steps():
+        losses = [both_losses(trained, step) for trained in both]
+        for index in (0, 1):
+            for trained, pair in zip(both, losses, strict=True):
+                trained.backward(pair[index], retain_graph=index == 0)
+        for trained in both:
+            trained.step()

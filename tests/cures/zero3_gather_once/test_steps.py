@@ -105,6 +105,27 @@ test_parameters_gathered_inside_and_around = checked(
 )
 
 
+def saves(trainer: Any) -> None:
+    """Checkpoints between forward and backward, and between micro steps; hooks go and come."""
+    for step in trainer.steps():
+        loss = loss_of(trainer, step, 0)
+        trainer.save()
+        trainer.backward(loss)
+        trainer.step()
+        loss = loss_of(trainer, step, 1)
+        with without_hooks(trainer):
+            pass
+        trainer.backward(loss)
+        trainer.save()
+        trainer.step()
+
+
+def test_checkpoints_and_hooks_in_mid_step(world: World, tmp_path: Any) -> None:
+    options = ordinary.micro_steps.at(3, micro_steps=2, steps=4)
+    for outcome in world.run(run, saves, options, *with_it.split(), folder=str(tmp_path)):
+        assert outcome.equal, outcome
+
+
 def comes_and_goes(trainer: Any, step: int, micro: int) -> None:
     """Applied and taken back between forward and backward, and between micro steps."""
     loss = loss_of(trainer, step, micro)

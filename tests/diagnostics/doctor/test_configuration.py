@@ -146,6 +146,15 @@ def test_a_hostile_file_is_told_of(tmp_path: Path, kind: str) -> None:
     assert len(answer.err) < 1000
 
 
+def test_aliases_are_not_written_out(tmp_path: Path) -> None:
+    """As text, the setting would have 9 to the power of 9 words."""
+    laughs = "a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
+    )
+    text = f"{laughs}{ZERO}: {{stage: 2, overlap_comm: *a8}}\n"
+    assert ask(write(tmp_path / "ds.yaml", text), release="0.18.4").status == 1
+
+
 def test_yaml_is_not_read_without_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
