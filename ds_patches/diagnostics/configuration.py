@@ -21,12 +21,14 @@ Facts = Mapping[str, bool | str | int]
 Settings = Mapping[str, Any]
 
 #: Keys of which every DeepSpeed configuration has one, and Accelerate's file without one.
-_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
-_DEEPSPEED = ("zero_optimization", *_BATCHES)
+BATCHES = {"train_batch_size", "train_micro_batch_size_per_gpu"}
+_DEEPSPEED = ("zero_optimization", *BATCHES)
 _ACCELERATE = ("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag")
 #: Matches the YAML of a framework, or of DeepSpeed's settings; and a line of prose or of an error.
 _YAML = re.compile(r"^(?:deepspeed|deepspeed_config|distributed_type|zero_optimization)\s*:", re.M)
 _PROSE = re.compile(r"^(?!\s*#)(?:(?=[^:\n]*$)\w\S* \S+ \S|[^\n]*\wError: )", re.M)
+#: Matches a log that begins with a metric, as `{'loss': 1.2}`, or has one in each line.
+_PRINTED = re.compile(r"\s*\{(?:'|[^\n]*\}\s*\n\s*\{)")
 STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 #: The largest configuration in bytes.
 _MAX_CONFIG = 1 << 16
@@ -37,13 +39,15 @@ _TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\])*"?)|,(?=\s*[}\]])')
 
 #: The half precision dtypes, each with the other one.
 _HALF_DTYPES = {"bf16": "fp16", "fp16": "bf16"}
+#: The facts that DeepSpeed prints in single lines, without the whole configuration.
+_SINGLE = {"stage", "zero3", "accumulation", "unclipped", *_HALF_DTYPES, "bf16_or_fp16", "single"}
 #: Values that mean off.
 _OFF = ("", "0", "0.0", "false", "f", "no", "n", "off", "none")
 #: Deprecated switches of `zero_optimization`, and the sections that replaced them.
 _DEPRECATED = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 #: Names of the configurations that ms-swift ships, and their common settings.
 _SWIFT = re.compile(r"zero([0-3])(_offload)?")
-_SWIFT_SETTINGS = dict.fromkeys((*_BATCHES, STEPS, _CLIPPING, "bf16", "fp16"), "auto")
+_SWIFT_SETTINGS = dict.fromkeys((*BATCHES, STEPS, _CLIPPING, "bf16", "fp16"), "auto")
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ def text_of(file: str) -> str:
 
 def is_configuration(name: str, text: str) -> bool:
     """Return True if a file is to be read as a configuration, by its name or content."""
-    is_json = text.lstrip()[:1] == "{" and not re.match(r"\s*\{[^\n]*\}\s*\n\s*\{", text)
+    is_json = text.lstrip()[:1] == "{" and not _PRINTED.match(text)
     is_yaml = len(text) <= _MAX_CONFIG and _YAML.search(text) and not _PROSE.search(text)
     return name.endswith((".json", ".yaml", ".yml")) or is_json or bool(is_yaml)
 
@@ -124,15 +128,22 @@ def read(name: str, text: str) -> Configuration:
 
 
 def from_settings(
-    name: str, inner: Settings, outer: Settings | None = None, warnings: list[str] | None = None
+    name: str,
+    inner: Settings,
+    outer: Settings | None = None,
+    warnings: list[str] | None = None,
+    is_partial: bool = False,
 ) -> Configuration:
     """Return the configuration for settings; raises FlagError if one has a wrong type.
 
     inner: DeepSpeed's settings, or Accelerate's keys for them. outer: the framework's file.
+    is_partial: they are those that DeepSpeed prints in single lines; the others are not known.
     """
     warnings = [*(warnings or ()), *_misspelt(inner)]
     try:
         facts = _facts(inner, outer)
+        if is_partial:
+            facts = {name: facts[name] if name in _SINGLE else SCRIPT for name in facts}
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise FlagError(f"{name} has a setting of a wrong type: {error}") from error
     return Configuration(facts, {**(outer or {}), **inner}, tuple(warnings))
@@ -208,7 +219,7 @@ def _is_on(config: Any, key: str, pattern: str = "") -> bool | None:
 
 
 def _accumulates(inner: Settings, outer: Settings, is_accelerates: bool) -> bool | str:
-    is_implied = all(isinstance(inner.get(name), int) for name in _BATCHES)
+    is_implied = all(isinstance(inner.get(name), int) for name in BATCHES)
     value = inner.get(STEPS)
     value = ("auto" if is_accelerates or is_implied else 1) if value is None else value
     value = outer.get(STEPS, value) if value == "auto" else value

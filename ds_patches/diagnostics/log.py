@@ -35,6 +35,12 @@ _RANK = re.compile(
     r"|[ \t]{0,9}(?:(\[[a-z]+\d{1,9}\]|[a-z][\w.-]{0,99}\d):|(\[\d+,\d+\])<std(?:err|out)>:))",
     re.MULTILINE,
 )
+#: Errors that follow from another one; and a line of a training that goes on after an error.
+_AFTERMATH = re.compile(
+    r"Watchdog|watchdog|(?:exitcode:|return code =) -6\b|SignalException|KeyboardInterrupt"
+    r"|BrokenPipeError|ConnectionResetError|MailboxError"
+)
+_GOES_ON = re.compile(r"\bloss\b")
 _FRAME = re.compile(r"\bFile [\"'~/<]|<ipython-input|^-+> \d|\.py:\d+ in ", re.MULTILINE)
 _DEEP_FRAME = re.compile(r"(?:torch|deepspeed)/[\w/]{1,200}\.py\b")
 #: Escape sequences of colours, also without their first character, and rich's frames.
@@ -74,8 +80,11 @@ _PRINTED = {
 }
 #: NCCL's watchdog: the collective in which a rank waited.
 _WAITS = re.compile(
-    r"Watchdog caught .{0,80}WorkNCCL\(SeqNum=\d+, OpType=(\w+)(?:, NumelIn=(\d+))?"
+    r"Watchdog caught .{0,80}WorkNCCL\(SeqNum=\d+, OpType=(?!SEND|RECV|ALLTOALL|COALESCED)(\w+)"
+    r"(?:, NumelIn=(\d+))?"
 )
+_NAMES_DEEPSPEED = re.compile(r"deepspeed|ds_patches|\bzero[-_ ]?(?:stage)?[-_ ]?\d", re.IGNORECASE)
+_NAMES_OTHERS = re.compile(r"\bfsdp|fully_shard|megatron|horovod|torchtitan", re.IGNORECASE)
 _DIFFER = "ranks wait in different collectives"
 
 
@@ -156,7 +165,9 @@ def read(text: str) -> Log:
     releases = sorted(map(Version, printed or named))
     own_messages = tuple(dict.fromkeys(_OWN_MESSAGE.findall(text)))
     config = _config(_COLOUR.sub("", text[:_SEARCHED]))
-    is_about_deepspeed = bool(config or re.search("deepspeed|ds_patches", text, re.IGNORECASE))
+    is_about_deepspeed = bool(config or _NAMES_DEEPSPEED.search(text))
+    if not is_about_deepspeed and _NAMES_OTHERS.search(text):
+        errors, full_text = [], Error(first_line, "", "")
     kept = tuple(errors or [full_text])
     return Log(kept, bool(errors), is_about_deepspeed, tuple(releases), config, own_messages)
 
@@ -174,13 +185,20 @@ def normalized(text: str) -> str:
 def _config(text: str) -> Mapping[str, Any] | None:
     """Return the last configuration that a text prints, as JSON or in single lines; else None."""
     text = _RANK.sub("", text)
+    found: list[dict[str, Any]] = []
     for start in reversed([match.start(1) for match in _JSON.finditer(text)][-64:]):
         try:
             config, _ = json.JSONDecoder().raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
         if "zero_optimization" in config or "train_batch_size" in config:
-            return dict(config)
+            found.append(dict(config))
+    # A reference model, which does not train, is often the last one, and has no ZeRO.
+    for config in found:
+        if isinstance(zero := config.get("zero_optimization"), dict) and zero.get("stage"):
+            return config
+    if found:
+        return found[0]
     single: dict[str, Any] = {}
     for name, value in _SETTING.findall(text):
         if keys := _PRINTED.get(name):
@@ -209,7 +227,7 @@ def _by_rank(lines: Sequence[str]) -> dict[str, list[int]]:
 def _last_errors(lines: Sequence[str]) -> list[int]:
     """Return the indices of a rank's last error, and of the errors that led to it."""
     last: list[int] = []
-    led_on = False
+    led_on = is_over = False
     has_begun = None  # None, or for an ignored error if its traceback has begun
     for index, line in enumerate(lines):
         if _LED_TO.search(line):
@@ -218,8 +236,12 @@ def _last_errors(lines: Sequence[str]) -> list[int]:
             has_begun = False
         elif _BEGIN in line and has_begun is not None:
             has_begun = None if has_begun else True  # a second traceback is another error's
+        elif _GOES_ON.search(line) and not _ERROR.search(line):
+            is_over = False
         elif _ERROR.search(line):
-            if has_begun is None:
+            is_aftermath = bool(is_over and _AFTERMATH.search(line))
+            is_over = True
+            if has_begun is None and not is_aftermath:
                 last = [*(last if led_on else ()), index][-_MAX_CHAIN:]
             led_on, has_begun = False, None
     return last

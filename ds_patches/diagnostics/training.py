@@ -15,8 +15,10 @@ from ds_patches.diagnostics.configuration import Configuration
 
 #: Matches a path, and no line of a log.
 _PATH = re.compile(r"\S*/\S*|\S+\.[A-Za-z]\w{1,4}")
-#: What Lightning's strategy for DeepSpeed logs, and its modules in tracebacks.
-_LIGHTNING = re.compile("initializing deepspeed distributed: GLOBAL_RANK|lightning[./_]pytorch")
+#: What Lightning's strategy for DeepSpeed logs, and its module in tracebacks.
+_LIGHTNING = re.compile(
+    r"initializing deepspeed distributed: GLOBAL_RANK|lightning[\w/.]{0,20}strategies[/.]deepspeed"
+)
 USAGE = (
     'ds-patches doctor [FILE ...], or one quoted line of a log: ds-patches doctor "size mismatch"'
 )
@@ -48,7 +50,8 @@ class Training:
         printed = [log.config for log in self.logs if log.config]
         if printed and not self.is_configured:
             with suppress(FlagError):  # a part of a configuration, or of another release
-                self.config = configuration.from_settings("log", printed[-1])
+                is_partial = configuration.BATCHES.isdisjoint(printed[-1])
+                self.config = configuration.from_settings("log", printed[-1], is_partial=is_partial)
                 self.is_configured = True
         if self.is_lightning:
             self.config = replace(self.config, facts={**self.config.facts, "lightning": True})
