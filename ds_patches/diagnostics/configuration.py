@@ -21,14 +21,14 @@ Facts = Mapping[str, bool | str | int]
 Settings = Mapping[str, Any]
 
 #: Keys of which every DeepSpeed configuration has one, and Accelerate's file without one.
-BATCHES = {"train_batch_size", "train_micro_batch_size_per_gpu"}
+BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _DEEPSPEED = ("zero_optimization", *BATCHES)
 _ACCELERATE = ("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag")
 #: Matches the YAML of a framework, or of DeepSpeed's settings; and a line of prose or of an error.
 _YAML = re.compile(r"^(?:deepspeed|deepspeed_config|distributed_type|zero_optimization)\s*:", re.M)
 _PROSE = re.compile(r"^(?!\s*#)(?:(?=[^:\n]*$)\w\S* \S+ \S|[^\n]*\wError: )", re.M)
 #: Matches a log that begins with a metric, as `{'loss': 1.2}`, or has one in each line.
-_PRINTED = re.compile(r"\s*\{(?:'|[^\n]*\}\s*\n\s*\{)")
+_METRICS = re.compile(r"\s*\{(?:'|[^\n]*\}\s*\n\s*\{)")
 STEPS, _CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 #: The largest configuration in bytes.
 _MAX_CONFIG = 1 << 16
@@ -102,7 +102,7 @@ def text_of(file: str) -> str:
 
 def is_configuration(name: str, text: str) -> bool:
     """Return True if a file is to be read as a configuration, by its name or content."""
-    is_json = text.lstrip()[:1] == "{" and not _PRINTED.match(text)
+    is_json = text.lstrip()[:1] == "{" and not _METRICS.match(text)
     is_yaml = len(text) <= _MAX_CONFIG and _YAML.search(text) and not _PROSE.search(text)
     return name.endswith((".json", ".yaml", ".yml")) or is_json or bool(is_yaml)
 

@@ -183,22 +183,23 @@ def normalized(text: str) -> str:
 
 
 def _config(text: str) -> Mapping[str, Any] | None:
-    """Return the last configuration that a text prints, as JSON or in single lines; else None."""
+    """Return the last configuration that a text prints, as JSON or in single lines; else None.
+
+    One with ZeRO comes first: a reference model, which does not train, is often last, without it.
+    """
     text = _RANK.sub("", text)
-    found: list[dict[str, Any]] = []
+    last: dict[str, Any] | None = None
     for start in reversed([match.start(1) for match in _JSON.finditer(text)][-64:]):
         try:
             config, _ = json.JSONDecoder().raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
         if "zero_optimization" in config or "train_batch_size" in config:
-            found.append(dict(config))
-    # A reference model, which does not train, is often the last one, and has no ZeRO.
-    for config in found:
-        if isinstance(zero := config.get("zero_optimization"), dict) and zero.get("stage"):
-            return config
-    if found:
-        return found[0]
+            if isinstance(zero := config.get("zero_optimization"), dict) and zero.get("stage"):
+                return dict(config)
+            last = last or dict(config)
+    if last is not None:
+        return last
     single: dict[str, Any] = {}
     for name, value in _SETTING.findall(text):
         if keys := _PRINTED.get(name):
@@ -236,14 +237,12 @@ def _last_errors(lines: Sequence[str]) -> list[int]:
             has_begun = False
         elif _BEGIN in line and has_begun is not None:
             has_begun = None if has_begun else True  # a second traceback is another error's
-        elif _GOES_ON.search(line) and not _ERROR.search(line):
-            is_over = False
         elif _ERROR.search(line):
-            is_aftermath = bool(is_over and _AFTERMATH.search(line))
-            is_over = True
-            if has_begun is None and not is_aftermath:
+            if has_begun is None and not (is_over and _AFTERMATH.search(line)):
                 last = [*(last if led_on else ()), index][-_MAX_CHAIN:]
-            led_on, has_begun = False, None
+            led_on, has_begun, is_over = False, None, True
+        elif _GOES_ON.search(line):
+            is_over = False
     return last
 
 

@@ -61,14 +61,18 @@ class Run:
     @property
     def brief(self) -> str:
         """The exception's name, or `off` as text."""
-        name = re.sub(r"^(\w+\.)*(\w+)\b.*", r"\2", self.error, flags=re.S)
-        return name or f"off by {self.off:.2g}"
+        return name_of(self.error) or f"off by {self.off:.2g}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the run with losses as texts, since JSON has no NaN."""
         off = None if self.error else str(self.off)
         losses = [*map(str, self.losses)]
         return {"losses": losses, "error": self.error, "off": off, "right": self.is_right}
+
+
+def name_of(error: str) -> str:
+    """Return the name of an error's exception, without its module; "" for ""."""
+    return re.sub(r"^(\w+\.)*(\w+)\b.*", r"\2", error, flags=re.S)
 
 
 def print_proofs(*, as_json: bool = False) -> int:
@@ -133,7 +137,7 @@ def prove_all(device: str | None = None, *, as_json: bool = False) -> int:
     names, device = [*shown(installed := _installed())], _device(device)
     width = max(map(len, names), default=0)
     if not as_json:
-        print(f"DeepSpeed {installed} on {_hardware(device)}", flush=True)
+        print(f"DeepSpeed {installed} on {hardware(device)}", flush=True)
         print(f"{'':<{width}}  {'stock':<22}  patched", flush=True)
     results = []
     # Each proof runs six processes. After an interruption nothing waits for the pool's threads.
@@ -209,7 +213,8 @@ def _device(option: str | None) -> str:
     return "cuda" if wanted == "cuda" and has_gpu else "cpu"
 
 
-def _hardware(device: str) -> str:
+def hardware(device: str) -> str:
+    """Return what the ranks of a proof run on, and the version of torch."""
     import torch
 
     count = min(torch.cuda.device_count(), ranks.RANKS)

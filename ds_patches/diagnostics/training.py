@@ -50,7 +50,7 @@ class Training:
         printed = [log.config for log in self.logs if log.config]
         if printed and not self.is_configured:
             with suppress(FlagError):  # a part of a configuration, or of another release
-                is_partial = configuration.BATCHES.isdisjoint(printed[-1])
+                is_partial = {*printed[-1]}.isdisjoint(configuration.BATCHES)
                 self.config = configuration.from_settings("log", printed[-1], is_partial=is_partial)
                 self.is_configured = True
         if self.is_lightning:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from packaging.version import Version
 
-from ds_patches.diagnostics import findings
+from ds_patches.diagnostics import findings, prove
 from ds_patches.diagnostics.defects import DEFECTS, Defect
 from ds_patches.diagnostics.proofs import PROOFS
-from ds_patches.diagnostics.proofs.ranks import RANKS
 from tools.releases import RELEASES, ROOT, each, install_one, page, say
 from tools.releases.record import stamp
 from tools.releases.run import python
@@ -62,9 +59,7 @@ def _prove(key: str) -> dict[str, str]:
 
 def brief(side: Mapping[str, str]) -> str:
     """Return the name of a side's error, or how far off it is."""
-    return re.sub(r"^(\w+\.)*(\w+)\b.*", r"\2", side["error"], flags=re.S) or (
-        f"{float(side['off']):.2g}"
-    )
+    return prove.name_of(side["error"]) or f"{float(side['off']):.2g}"
 
 
 def results_of(version: str, *words: str) -> Any:
@@ -83,7 +78,7 @@ def measure_on_gpus(versions: Sequence[str]) -> int:
         rows = results_of(version, "--all", "--device", "cuda")
         say(f"{version}: {rows}")
         is_bad |= not all(row["shown"] for row in rows)
-        write_column(version, rows, f"{_hardware()}; {stamp()}")
+        write_column(version, rows, f"{prove.hardware('cuda')}; {stamp()}")
     return int(is_bad)
 
 
@@ -94,8 +89,3 @@ def write_column(version: str, rows: Sequence[Mapping[str, Any]], ran: str) -> N
         text = "; ".join(row["sides"]).replace("off by ", "").partition(":")[0]
         column[row["name"]] = text if row["shown"] else f"**{text}**"
     page.write_column(PAGE, "gpus", version, {**column, page.ON: ran})
-
-
-def _hardware() -> str:
-    gpus = min(torch.cuda.device_count(), RANKS)
-    return f"{gpus} x {torch.cuda.get_device_name()}, torch {torch.__version__}"

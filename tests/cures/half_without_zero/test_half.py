@@ -203,7 +203,7 @@ def test_it_goes_on(tmp_path: Path, options: Given) -> None:
 
 @on_ranks
 @pytest.mark.core_case(only_module=False)
-@pytest.mark.skipif(not LOSES_STATE, reason="stock saves it")
+@pytest.mark.skipif(not LOSES_STATE, reason="stock saves the optimizer's state in this release")
 @pytest.mark.parametrize("only_module", [False, True])
 def test_what_stock_has_saved(tmp_path: Path, only_module: bool) -> None:
     options = {"stage": 0, **ADAM, **BF16}
